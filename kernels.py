@@ -120,7 +120,7 @@ def rope_ref(x, cos_sin, positions, interleaved=False):
     rot = x[..., :cos_sin.shape[1]]
     cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)    # (T, 1, rotary_dim/2)
     even, odd = (rot[..., 0::2], rot[..., 1::2]) if interleaved else rot.chunk(2, dim=-1)
-    a, b = even.float(), odd.float()
+    a, b = even.float().clone(), odd.float().clone()     # in fp32 .float() is the tensor itself
     even.copy_(a * cos - b * sin)
     odd.copy_(b * cos + a * sin)
 
