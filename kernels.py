@@ -11,10 +11,16 @@ The table KERNELS lists the operations, the table ATTENTION the attention backen
 and compares every member with its reference, so a new row is tested on arrival.
 
 CONTENTS
-    1  Formats            AttentionMetadata, LayerKV, number formats of the cache
-    2  References         the definitions, in plain torch
-    3  Wrappers           checks, dispatch, the table KERNELS
-    4  Attention backends the table ATTENTION and the choice at start-up
+    1  Formats                   AttentionMetadata, LayerKV, number formats of the cache
+    2  References                the definitions, in plain torch
+    3  Launching Triton kernels  tiles per GPU
+    4  Memory-bound kernels      norm, activation, RoPE and cache write, argmax
+    5  Flash attention           forward and backward: article 7
+    6  Paged attention           block tables and split contexts: article 3
+    7  Narrow weights            int8, int4 and fp8 matrix products
+    9  Wrappers                  checks, dispatch, the table KERNELS
+    10 Attention backends        the table ATTENTION and the choice at start-up
+    11 The numbers of article 7  what flash attention moves and saves
 
 Letters: T tokens in the step, S sequences, E model width, H query heads, KH key/value heads,
 G = H // KH, D head width, F MLP width, V vocabulary, NB blocks, BS block size.
@@ -22,12 +28,24 @@ G = H // KH, D head width, F MLP width, V vocabulary, NB blocks, BS block size.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Callable
 
 import torch
 import torch.nn.functional as F
+
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:             # Triton is published for Linux only; elsewhere its members are absent
+    triton = tl = None
+
+    def jit(fn=None, **options):
+        """Stand-in for triton.jit: the kernels below stay plain, uncalled functions."""
+        return fn if fn else lambda fn: fn
 
 FORCE: str | None = None     # "torch" or "triton": every wrapper runs that member, whatever the device
 
@@ -173,12 +191,46 @@ def visible(q_len, n, window, device=None):
     return (behind >= 0) & (behind < (window or n + 1))
 
 
+def dense_attention(q, k, v, scale, window=0, softcap=0.0):
+    """Attention of one sequence: q (q_len, H, D), k and v (n, KH, D) -> fp32 o and lse (q_len, H).
+
+    The last token of q is the last of k. A row that sees nothing gives 0 and lse -inf.
+    """
+    grouped = q.float().unflatten(1, (k.shape[1], -1))                    # (q_len, KH, G, D)
+    scores = torch.einsum("qkgd,nkd->qkgn", grouped, k.float()) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    seen = visible(len(q), len(k), window, q.device)[:, None, None]
+    scores = scores.masked_fill(~seen, -math.inf)
+    weights = scores.softmax(-1).masked_fill(~seen, 0.0)                  # softmax of no score is NaN
+    out = torch.einsum("qkgn,nkd->qkgd", weights, v.float())
+    return out.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
+
+
+def flash_attention_ref(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0):
+    """Attention of packed sequences, q (T, H, D), k and v (N, KH, D): (o, lse), differentiable."""
+    starts = list(zip(start_q.tolist(), start_q.tolist()[1:], start_k.tolist(), start_k.tolist()[1:]))
+    pairs = [dense_attention(q[a:b], k[c:d], v[c:d], scale, window, softcap) for a, b, c, d in starts]
+    outs, lses = zip(*pairs)
+    return torch.cat(outs).to(q.dtype), torch.cat(lses)
+
+
+def flash_backward_ref(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale, window=0,
+                       softcap=0.0):
+    """(dq, dk, dv) of flash attention, by autograd on the reference in fp32."""
+    with torch.enable_grad():
+        leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
+        o, _ = flash_attention_ref(*leaves, start_q, start_k, max_q, scale, window, softcap)
+        return [g.to(q.dtype) for g in torch.autograd.grad(o, leaves, do.float())]
+
+
 def attention_ref(q, kv, meta, scale, window=0, softcap=0.0, lse=None):
     """Softmax attention through the block table, one sequence at a time. q (T, H, D) -> (T, H, D).
 
     lse (T, H) fp32, when given, receives log(sum(exp(scores))), -inf where a row sees nothing.
     """
     out = q.new_zeros(q.shape)
+    if lse is not None:
+        lse.fill_(-math.inf)
     starts = meta.query_start_loc.tolist()
     for s, n in enumerate(meta.seq_lens.tolist()):
         rows = slice(starts[s], starts[s + 1])
@@ -186,14 +238,10 @@ def attention_ref(q, kv, meta, scale, window=0, softcap=0.0, lse=None):
         if n == 0 or q_len == 0:
             continue
         k, v = gather_kv(kv, meta.block_table[s], n)                      # (n, KH, D)
-        grouped = q[rows].float().unflatten(1, (k.shape[1], -1))          # (q_len, KH, G, D)
-        scores = torch.einsum("qkgd,nkd->qkgn", grouped, k) * scale
-        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        hidden = ~visible(q_len, n, window, q.device)[:, None, None]
-        scores = scores.masked_fill(hidden, -math.inf)
-        out[rows] = torch.einsum("qkgn,nkd->qkgd", scores.softmax(-1), v).flatten(1, 2).to(q.dtype)
+        o, o_lse = dense_attention(q[rows], k, v, scale, window, softcap)
+        out[rows] = o.to(q.dtype)
         if lse is not None:
-            lse[rows] = scores.logsumexp(-1).flatten(1, 2)
+            lse[rows] = o_lse
     return out
 
 
@@ -203,7 +251,959 @@ def argmax_ref(logits):
 
 
 # ======================================================================================================
-# 3  Wrappers
+# 3  Launching Triton kernels
+# ======================================================================================================
+# A Triton program is one block of threads that owns one tile of the output and streams tiles of the
+# inputs through shared memory. What is tuned per GPU is the tile, and only the tile:
+#
+#     TILES[operation, bytes of a row][architecture] = rows, columns, warps, pipeline stages
+#
+# Too large a tile runs out of registers and spills to memory; too small a one waits for it.
+#
+# Invariant: no row of TILES spills, passes the shared memory limit, or misses the matrix unit
+#   (`python bench.py kernels --static` prints the evidence; no GPU is needed to compile).
+# Why: a table and not an autotuner. Tuning needs the device, takes seconds at start-up, and makes two
+#   runs of one program compute different bits.
+# Simplification: consumer chips take the sm_80 row; it stays under their 99 KB of shared memory.
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"     # read by Triton when it is imported, as here
+LOG2E = tl.constexpr(1.4426950408889634) if triton else None    # exp(x) = exp2(x * LOG2E): exp2 is one instruction
+NATIVE_FP8 = {"sm_90", "sm_100", "interpreter"}           # can convert e4m3; the others unpack its bits
+SPLIT_TOKENS = 256     # context tokens per program of the split attention; a multiple of every tile
+SHORT_QUERY = 8        # sequences with at most this many new tokens take the split attention
+
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+TMA_ARCHS = {"sm_90", "sm_100", "interpreter"}            # have a copy engine that takes tile coordinates
+# operation, bytes of one head padded to a power of two -> (rows, columns, warps, stages), one per ARCHS
+TILES = {
+    ("flash", 128): ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
+    ("flash", 256): ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
+    ("flash", 512): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+    ("flash_dkdv", 128): ((32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1)),
+    ("flash_dkdv", 256): ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 1)),
+    ("flash_dq", 128): ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
+    ("flash_dq", 256): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1)),
+    ("paged_short", 128): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 2)),
+    ("paged_short", 256): ((16, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
+    ("paged_short", 512): ((16, 32, 4, 2), (16, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2)),
+    ("paged_long", 128): ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+    ("paged_long", 256): ((64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1)),
+    ("paged_long", 512): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 16, 8, 1)),
+}
+# operation, rows of x -> (rows, columns, depth, warps, stages)
+MATMUL_TILES = {
+    ("int8_matmul", 16): ((16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 64, 4, 2)),
+    ("int8_matmul", 64): ((64, 128, 64, 8, 2), (64, 128, 64, 4, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 1)),
+    ("int4_matmul", 16): ((16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 2)),
+    ("int4_matmul", 64): ((64, 64, 128, 4, 2), (64, 64, 128, 4, 2), (64, 64, 128, 4, 2), (64, 64, 128, 4, 1)),
+    ("fp8_matmul", 16): ((16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 1)),
+    ("fp8_matmul", 64): ((64, 64, 128, 8, 2), (64, 64, 128, 4, 3), (64, 64, 128, 4, 3), (64, 64, 128, 4, 1)),
+}
+
+
+def tile_for(kind, D, dtype):
+    """Tile (rows, columns, warps, stages) of an attention kernel on this device."""
+    if INTERPRET:
+        return (16 if kind == "paged_short" else 32, 32, 4, 1)
+    head = max(128, pow2(D) * dtype.itemsize)
+    return TILES[kind, min(head, 512)][ARCHS.index(arch())]
+
+
+def matmul_tile(name, T):
+    """Tile (rows, columns, depth, warps, stages) of a matrix product with T rows of x."""
+    if INTERPRET:
+        return (16, 64, 128, 4, 1)
+    return MATMUL_TILES[name, 16 if T <= 16 else 64][ARCHS.index(arch())]
+
+
+def arch():
+    """Row of the tile tables for the current device (or the one that a stub driver pretends)."""
+    if INTERPRET:
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend == "hip":
+        return "gfx942"
+    return "sm_90" if target.arch == 90 else "sm_100" if 100 <= target.arch < 120 else "sm_80"
+
+
+def launch(kernel, grid, *args, **meta):
+    """Run kernel on grid. The static checks replace this function to compile for an absent GPU."""
+    kernel[grid](*args, **meta)
+
+
+def pow2(n):
+    """Smallest power of two >= n: the sides of a Triton tile are powers of two.
+
+    >>> [pow2(n) for n in (1, 80, 96, 128)]
+    [1, 128, 128, 128]
+    """
+    return 1 << max(0, n - 1).bit_length()
+
+
+def precision(dtype):
+    """How tl.dot multiplies: fp32 must be exact here, TF32 would keep 10 of its 23 mantissa bits."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+# ======================================================================================================
+# 4  Memory-bound kernels
+# ======================================================================================================
+# These do a handful of operations per byte, and a GPU can do hundreds in the time one byte takes. Time
+# is bytes moved; the only ways to be faster are to move each byte once and to move nothing twice.
+#
+#     operation        reads             writes            fused, and what that saves
+#     rms_norm         x, residual       residual, y       the sum: one write and one read of (T, E)
+#     silu_mul         gate, up          y                 silu: one write and one read of (T, F)
+#     rope_store_kv    qkv               q, k, cache       rotation + quantising: one read of k and v
+#     argmax           logits            one int a row
+#
+# Why: fp32 in registers costs nothing here; only what crosses the memory bus has a narrow type.
+
+@jit
+def _rms_norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, stride_t, stride_h, eps, heads,
+                     E: tl.constexpr, EP: tl.constexpr, RESIDUAL: tl.constexpr):
+    """One program, one row: the whole row fits in registers, so x is read once."""
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EP)
+    ok = e < E
+    x_row = x_ptr + row // heads * stride_t + row % heads * stride_h
+    x = tl.load(x_row + e, mask=ok, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        x += tl.load(res_ptr + row * E + e, mask=ok, other=0.0).to(tl.float32)
+        rounded = x.to(res_ptr.dtype.element_ty)
+        tl.store(res_ptr + row * E + e, rounded, mask=ok)
+        x = rounded.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps)
+    w = tl.load(w_ptr + e, mask=ok, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * E + e, (y * w).to(y_ptr.dtype.element_ty), mask=ok)
+
+
+def _rms_norm_triton(x, weight, eps, residual=None):
+    E = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(_rms_norm_kernel, (x.numel() // E,), x, residual, weight, y,
+           x.stride(0), x.stride(1) if heads > 1 else 0, eps, heads, E=E, EP=pow2(E),
+           RESIDUAL=residual is not None, num_warps=min(8, max(1, pow2(E) // 512)))
+    return y
+
+
+@jit
+def _silu_mul_kernel(x_ptr, y_ptr, F: tl.constexpr, BF: tl.constexpr):
+    """One program, one piece of BF columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    ok = f < F
+    gate = tl.load(x_ptr + row * 2 * F + f, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * F + F + f, mask=ok, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp2(-gate * LOG2E)) * up
+    tl.store(y_ptr + row * F + f, y.to(y_ptr.dtype.element_ty), mask=ok)
+
+
+def _silu_mul_triton(gate_up):
+    T, F2 = gate_up.shape
+    y = torch.empty(T, F2 // 2, dtype=gate_up.dtype, device=gate_up.device)
+    BF = min(1024, pow2(F2 // 2))
+    launch(_silu_mul_kernel, (T, -(-F2 // 2 // BF)), gate_up, y, F=F2 // 2, BF=BF, num_warps=4)
+    return y
+
+
+@jit
+def _to_cache(x, amax, factor, KV: tl.constexpr, TOP: tl.constexpr):
+    """fp32 values in the number format of the cache: (codes still in fp32, int8 step)."""
+    if KV == "fp8":
+        return tl.clamp(x / factor, -TOP, TOP), amax
+    elif KV == "int8":
+        step = tl.maximum(amax / 127.0, 1e-8)
+        x = x / step
+        return (x + 12582912.0) - 12582912.0, step     # 1.5 * 2^23: rounds half to even, in fp32
+    else:
+        return x, amax
+
+
+@jit
+def _rope_store_kv_kernel(
+        qkv_ptr, cos_sin_ptr, pos_ptr, slot_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, k_scale, v_scale,
+        H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr,
+        REST: tl.constexpr, DP: tl.constexpr, INTERLEAVED: tl.constexpr, KV: tl.constexpr,
+        TOP: tl.constexpr):
+    """One program, one head of one token: a query head, or a key head together with its value head.
+
+        head:  | a: ROT/2 | b: ROT/2 | rest |      a' = a cos - b sin     b' = b cos + a sin
+    The thread that holds a_i holds b_i too, so the rotation in place has no race.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    row = qkv_ptr + t * ((H + 2 * KH) * D)
+    c = tl.arange(0, HALF)                     # HALF: power of two >= ROT / 2
+    ok = c < ROT // 2
+    if INTERLEAVED:
+        at_a, at_b = 2 * c, 2 * c + 1
+    else:
+        at_a, at_b = c, c + ROT // 2
+    pos = tl.load(pos_ptr + t).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + pos * ROT + c, mask=ok, other=0.0)
+    sin = tl.load(cos_sin_ptr + pos * ROT + ROT // 2 + c, mask=ok, other=0.0)
+    a0 = tl.load(row + h * D + at_a, mask=ok, other=0.0).to(tl.float32)
+    b0 = tl.load(row + h * D + at_b, mask=ok, other=0.0).to(tl.float32)
+    a = (a0 * cos - b0 * sin).to(qkv_ptr.dtype.element_ty)
+    b = (b0 * cos + a0 * sin).to(qkv_ptr.dtype.element_ty)
+    tl.store(row + h * D + at_a, a, mask=ok)
+    tl.store(row + h * D + at_b, b, mask=ok)
+    slot = tl.load(slot_ptr + t)
+    if (h >= H) & (slot >= 0):
+        d = tl.arange(0, DP)
+        rest_at = ROT + tl.arange(0, REST)
+        v = tl.load(row + (h + KH) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        rest = tl.load(row + h * D + rest_at, mask=rest_at < D, other=0.0).to(tl.float32)
+        a, b = a.to(tl.float32), b.to(tl.float32)     # the cache holds what attention would read from q/k
+        k_max = tl.maximum(tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 0), tl.max(tl.abs(rest), 0))
+        a, k_step = _to_cache(a, k_max, k_scale, KV, TOP)
+        b, k_step = _to_cache(b, k_max, k_scale, KV, TOP)
+        rest, k_step = _to_cache(rest, k_max, k_scale, KV, TOP)
+        v, v_step = _to_cache(v, tl.max(tl.abs(v), 0), v_scale, KV, TOP)
+        at = slot * KH + h - H                        # slot is int64: offsets pass 2^31 elements
+        ty: tl.constexpr = k_ptr.dtype.element_ty
+        tl.store(k_ptr + at * D + at_a, a.to(ty), mask=ok)
+        tl.store(k_ptr + at * D + at_b, b.to(ty), mask=ok)
+        tl.store(k_ptr + at * D + rest_at, rest.to(ty), mask=rest_at < D)
+        tl.store(v_ptr + at * D + d, v.to(ty), mask=d < D)
+        if KV == "int8":
+            tl.store(k_step_ptr + at, k_step)
+            tl.store(v_step_ptr + at, v_step)
+
+
+def _rope_store_kv_triton(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
+    rot = cos_sin.shape[1]
+    fp8 = kv.data.dtype in FP8_MAX
+    int8 = kv.data.dtype == torch.int8
+    launch(_rope_store_kv_kernel, (qkv.shape[0], H + KH), qkv, cos_sin, positions, slot_mapping,
+           kv.data[0], kv.data[1], *(kv.scales if int8 else (None, None)), kv.k_scale, kv.v_scale,
+           H=H, KH=KH, D=D, ROT=rot, HALF=pow2(max(1, rot // 2)), REST=pow2(max(1, D - rot)),
+           DP=pow2(D), INTERLEAVED=interleaved, KV="fp8" if fp8 else "int8" if int8 else "plain",
+           TOP=FP8_MAX.get(kv.data.dtype, 0.0), num_warps=1)
+    return qkv.view(-1, H + 2 * KH, D)[:, :H]
+
+
+@jit
+def _argmax_kernel(x_ptr, y_ptr, stride, V, BV: tl.constexpr):
+    """One program, one row. Each lane keeps its first maximum; the last step takes the lowest index."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BV)
+    best = tl.full((BV,), float("-inf"), tl.float32)
+    where = lane
+    for v in tl.range(0, V, BV):
+        at = v + lane
+        x = tl.load(x_ptr + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        where = tl.where(x > best, at, where)
+        best = tl.maximum(x, best)
+    top = tl.max(best, 0)
+    tl.store(y_ptr + row, tl.min(tl.where(best == top, where, V), 0).to(tl.int64))
+
+
+def _argmax_triton(logits):
+    S, V = logits.shape
+    y = torch.empty(S, dtype=torch.int64, device=logits.device)
+    launch(_argmax_kernel, (S,), logits, y, logits.stride(0), V, BV=min(4096, pow2(V)), num_warps=8)
+    return y
+
+
+# ======================================================================================================
+# 5  Flash attention
+# ======================================================================================================
+# Attention over n keys needs an n x n matrix of scores that is used once. Flash attention (Dao et al.
+# 2022, 2023) never writes it: a tile of scores is made, used and forgotten in registers.
+#
+#              keys -->                      for each tile of keys, with scores s (rows x BN):
+#     q tile  [ s0 ][ s1 ][ s2 ]                 m' = max(m, rowmax s)
+#     (BM     stays in registers;                p  = exp(s - m')           alpha = exp(m - m')
+#      rows)  k, v tiles stream by               l  = l alpha + rowsum p
+#                                                A  = A alpha + p v
+#                                            at the end:  o = A / l,  lse = m + log l
+#
+# alpha repairs what was summed under the old maximum; without it the result is wrong by exp(m' - m).
+# One row is one query token and one head. The G heads that share a KV head are rows of one tile, so K and
+# V are read once for all of them:  row r = token r // G, head r % G.
+#
+# Bytes, one head of N tokens, fp16 units of elements: plain 4 N^2 + 4 N D; here 2 N D + N + 2 N D per
+# tile of queries (section 11 has the formulas and the article's table).
+#
+# Invariant: hidden scores are -inf, and V of a hidden key is 0: 0 * NaN would be NaN.
+# Invariant: a row that sees nothing has m = -inf; it is replaced by 0 before the subtraction, so such a
+#   row is 0 and its lse -inf.
+# Why: log2 inside. exp(x) is exp2(x log2 e) in hardware, so log2 e is folded into the scale once.
+# Simplification: production kernels skip the mask on tiles below the diagonal, and overlap the softmax
+#   of one tile with the products of the next by hand (FlashAttention-3).
+
+@jit
+def _scores(dot, cols, pos, row_ok, col_ok, scale, softcap, SOFTCAP: tl.constexpr,
+            WINDOW: tl.constexpr):
+    """Raw q.k -> log2 scores with hidden pairs at -inf, and d capped / d raw (1 without a softcap)."""
+    s = dot * scale
+    slope = 1.0
+    if SOFTCAP:
+        t = 1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E) / softcap))      # tanh(s / softcap)
+        slope = 1.0 - t * t
+        s = t * softcap
+    seen = (cols <= pos) & row_ok & col_ok
+    if WINDOW > 0:
+        seen = seen & (pos - cols < WINDOW)
+    return tl.where(seen, s * LOG2E, float("-inf")), slope
+
+
+@jit
+def _softmax_step(s, m, l):
+    """Fold one tile of log2 scores into the running maximum m and sum l: (p, alpha, m, l)."""
+    m_new = tl.maximum(m, tl.max(s, 1))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s - shift[:, None])
+    alpha = tl.exp2(m - shift)
+    return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@jit
+def _finish(acc, m, l):
+    """Normalise: (o, lse in log2); rows that saw nothing give 0 and -inf."""
+    some = tl.where(l == 0.0, 1.0, l)
+    lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(some))
+    return acc / some[:, None], lse
+
+
+@jit
+def _flash_kernel(
+        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, start_q_ptr, start_k_ptr, scale, softcap,
+        stride_q, stride_k, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+        TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """Grid (query blocks, KV heads, sequences). Reads q once, K and V once per query block.
+
+    TMA (Hopper): one thread asks the copy engine for a whole tile by coordinates; the others compute
+    no addresses. Same result, fewer registers.
+    """
+    kvh = tl.program_id(1)
+    seq = tl.program_id(2)
+    q0 = tl.load(start_q_ptr + seq)
+    k0 = tl.load(start_k_ptr + seq)
+    q_len = tl.load(start_q_ptr + seq + 1) - q0
+    k_len = tl.load(start_k_ptr + seq + 1) - k0
+    BQ: tl.constexpr = BM // G                             # query tokens of a tile
+    first = tl.program_id(0) * BQ
+    if first >= q_len:
+        return
+    r = tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    token = first + r // G
+    row_ok = (r < BQ * G) & (token < q_len)
+    at = (q0 + token).to(tl.int64) * stride_q + (kvh * G + r % G) * D
+    rows = at[:, None] + d[None, :]
+    mask = row_ok[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + rows, mask=mask, other=0.0)
+    pos = k_len - q_len + token
+    hi = tl.minimum(k_len, k_len - q_len + first + BQ)
+    lo = 0
+    if WINDOW > 0:
+        lo = tl.maximum(0, k_len - q_len + first - WINDOW + 1) // BN * BN
+    k_head = k_ptr + k0.to(tl.int64) * stride_k + kvh * D
+    v_head = v_ptr + k0.to(tl.int64) * stride_k + kvh * D
+    if TMA:
+        k_desc = tl.make_tensor_descriptor(k_head, [k_len, D], [stride_k, 1], [BN, DP])
+        v_desc = tl.make_tensor_descriptor(v_head, [k_len, D], [stride_k, 1], [BN, DP])
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    l = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, DP), tl.float32)
+    for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
+        n = n0 + tl.arange(0, BN)
+        tile = n.to(tl.int64)[:, None] * stride_k + d[None, :]
+        tile_ok = (n < k_len)[:, None] & (d < D)[None, :]
+        if TMA:
+            k = k_desc.load([n0, 0])                       # rows past k_len arrive as zeros
+        else:
+            k = tl.load(k_head + tile, mask=tile_ok, other=0.0)
+        dot = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s, _ = _scores(dot, n[None, :], pos[:, None], row_ok[:, None], (n < k_len)[None, :],
+                       scale, softcap, SOFTCAP, WINDOW)
+        p, alpha, m, l = _softmax_step(s, m, l)
+        if TMA:
+            v = v_desc.load([n0, 0])
+        else:
+            v = tl.load(v_head + tile, mask=tile_ok, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    o, lse = _finish(acc, m, l)
+    tl.store(out_ptr + (q0 + token).to(tl.int64)[:, None] * (H * D) + (kvh * G + r % G)[:, None] * D
+             + d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + (q0 + token) * H + kvh * G + r % G, lse / LOG2E, mask=row_ok)
+
+
+@jit
+def _flash_delta_kernel(o_ptr, do_ptr, delta_ptr, rows, D: tl.constexpr, DP: tl.constexpr,
+                        BM: tl.constexpr):
+    """delta = rowsum(dO * O), fp32: what the softmax subtracts from dP in the backward pass."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    at = r.to(tl.int64)[:, None] * D + d[None, :]
+    ok = (r < rows)[:, None] & (d < D)[None, :]
+    o = tl.load(o_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + r, tl.sum(o * do, 1), mask=r < rows)
+
+
+@jit
+def _flash_dkdv_kernel(
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, start_q_ptr, start_k_ptr, scale,
+        softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+        STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """Grid (key blocks, KV heads, sequences). One program owns one tile of dK and dV.
+
+    P is recomputed from the saved lse, transposed (keys x queries), for every query head of the group:
+        P^T = exp(S^T - lse)      dV += P^T dO      dS = P (dP - delta)      dK += dS^T Q scale
+    Why: the owner of a tile sums it alone, in one order. No atomics, so the result is reproducible.
+    """
+    kvh = tl.program_id(1)
+    seq = tl.program_id(2)
+    q0 = tl.load(start_q_ptr + seq)
+    k0 = tl.load(start_k_ptr + seq)
+    q_len = tl.load(start_q_ptr + seq + 1) - q0
+    k_len = tl.load(start_k_ptr + seq + 1) - k0
+    n0 = tl.program_id(0) * BN
+    if n0 >= k_len:
+        return
+    n = n0 + tl.arange(0, BN)
+    d = tl.arange(0, DP)
+    tile = (k0 + n).to(tl.int64)[:, None] * ((H // G) * D) + kvh * D + d[None, :]
+    tile_ok = (n < k_len)[:, None] & (d < D)[None, :]
+    k = tl.load(k_ptr + tile, mask=tile_ok, other=0.0)
+    v = tl.load(v_ptr + tile, mask=tile_ok, other=0.0)
+    dk = tl.zeros((BN, DP), tl.float32)
+    dv = tl.zeros((BN, DP), tl.float32)
+    lo = tl.maximum(0, n0 - (k_len - q_len)) // BM * BM    # the first query that sees key n0
+    hi = q_len
+    if WINDOW > 0:
+        hi = tl.minimum(q_len, n0 + BN + WINDOW - 1 - (k_len - q_len))
+    for g in range(G):
+        h = kvh * G + g
+        for m0 in tl.range(lo, hi, BM, num_stages=STAGES):
+            i = m0 + tl.arange(0, BM)
+            i_ok = i < q_len
+            row = (q0 + i).to(tl.int64) * H + h
+            at = row[:, None] * D + d[None, :]
+            at_ok = i_ok[:, None] & (d < D)[None, :]
+            q = tl.load(q_ptr + at, mask=at_ok, other=0.0)
+            do = tl.load(do_ptr + at, mask=at_ok, other=0.0)
+            lse = tl.load(lse_ptr + row, mask=i_ok, other=0.0)
+            lse = tl.where(lse == float("-inf"), 0.0, lse) * LOG2E
+            delta = tl.load(delta_ptr + row, mask=i_ok, other=0.0)
+            dot = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            s, slope = _scores(dot, n[:, None], (i + (k_len - q_len))[None, :], i_ok[None, :],
+                               (n < k_len)[:, None], scale, softcap, SOFTCAP, WINDOW)
+            p = tl.exp2(s - lse[None, :])
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            ds = p * (dp - delta[None, :]) * slope
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    tl.store(dk_ptr + tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=tile_ok)
+    tl.store(dv_ptr + tile, dv.to(dv_ptr.dtype.element_ty), mask=tile_ok)
+
+
+@jit
+def _flash_dq_kernel(
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, start_q_ptr, start_k_ptr, scale, softcap,
+        H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+        BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+        PRECISION: tl.constexpr):
+    """Grid (query blocks, query heads, sequences). One program owns one tile of dQ = dS K scale."""
+    h = tl.program_id(1)
+    seq = tl.program_id(2)
+    q0 = tl.load(start_q_ptr + seq)
+    k0 = tl.load(start_k_ptr + seq)
+    q_len = tl.load(start_q_ptr + seq + 1) - q0
+    k_len = tl.load(start_k_ptr + seq + 1) - k0
+    m0 = tl.program_id(0) * BM
+    if m0 >= q_len:
+        return
+    i = m0 + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    i_ok = i < q_len
+    row = (q0 + i).to(tl.int64) * H + h
+    at = row[:, None] * D + d[None, :]
+    at_ok = i_ok[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + at, mask=at_ok, other=0.0)
+    do = tl.load(do_ptr + at, mask=at_ok, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=i_ok, other=0.0)
+    lse = tl.where(lse == float("-inf"), 0.0, lse) * LOG2E
+    delta = tl.load(delta_ptr + row, mask=i_ok, other=0.0)
+    pos = i + (k_len - q_len)
+    hi = tl.minimum(k_len, m0 + BM + k_len - q_len)
+    lo = 0
+    if WINDOW > 0:
+        lo = tl.maximum(0, m0 + k_len - q_len - WINDOW + 1) // BN * BN
+    dq = tl.zeros((BM, DP), tl.float32)
+    for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
+        n = n0 + tl.arange(0, BN)
+        tile = (k0 + n).to(tl.int64)[:, None] * ((H // G) * D) + h // G * D + d[None, :]
+        tile_ok = (n < k_len)[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + tile, mask=tile_ok, other=0.0)
+        v = tl.load(v_ptr + tile, mask=tile_ok, other=0.0)
+        s, slope = _scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), n[None, :], pos[:, None],
+                           i_ok[:, None], (n < k_len)[None, :], scale, softcap, SOFTCAP, WINDOW)
+        p = tl.exp2(s - lse[:, None])
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        ds = p * (dp - delta[:, None]) * slope
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=at_ok)
+
+
+def _flash_triton(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0):
+    T, H, D = q.shape
+    G = H // k.shape[1]
+    BM, BN, warps, stages = tile_for("flash", D, q.dtype)
+    BM = max(BM, pow2(G))
+    out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
+    lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
+    tma = arch() in TMA_ARCHS and D == pow2(D) and k.stride(0) * k.element_size() % 16 == 0
+    if tma:
+        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=q.device))
+    launch(_flash_kernel, (-(-max_q // (BM // G)), k.shape[1], len(start_q) - 1), q, k, v, out, lse,
+           start_q, start_k, scale, softcap, q.stride(0), k.stride(0), H=H, G=G, D=D, DP=max(16, pow2(D)),
+           BM=BM, BN=BN, WINDOW=window, SOFTCAP=softcap > 0, TMA=tma, STAGES=stages,
+           PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages)
+    return out, lse
+
+
+def _flash_backward_triton(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale, window=0,
+                           softcap=0.0):
+    T, H, D = q.shape
+    KH, S = k.shape[1], len(start_q) - 1
+    DP = max(16, pow2(D))
+    delta = torch.empty(T, H, dtype=torch.float32, device=q.device)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    launch(_flash_delta_kernel, (-(-T * H // 64),), out, do, delta, T * H, D=D, DP=DP, BM=64, num_warps=4)
+    common = dict(H=H, G=H // KH, D=D, DP=DP, WINDOW=window, SOFTCAP=softcap > 0,
+                  PRECISION=precision(q.dtype))
+    BM, BN, warps, stages = tile_for("flash_dkdv", D, q.dtype)
+    launch(_flash_dkdv_kernel, (-(-max_k // BN), KH, S), q, k, v, do, lse, delta, dk, dv, start_q,
+           start_k, scale, softcap, BM=BM, BN=BN, STAGES=stages, num_warps=warps, num_stages=stages,
+           **common)
+    BM, BN, warps, stages = tile_for("flash_dq", D, q.dtype)
+    launch(_flash_dq_kernel, (-(-max_q // BM), H, S), q, k, v, do, lse, delta, dq, start_q, start_k,
+           scale, softcap, BM=BM, BN=BN, STAGES=stages, num_warps=warps, num_stages=stages, **common)
+    return dq, dk, dv
+
+
+# ======================================================================================================
+# 6  Paged attention
+# ======================================================================================================
+# The flash kernel with two changes: keys are found through the block table, and a long context may be
+# cut in pieces that run at the same time (flash decoding).
+#
+#     short sequences (at most SHORT_QUERY new tokens: decode, verification)
+#         grid (S * PER, KH, pieces of SPLIT_TOKENS context tokens), PER = blocks of the longest of them
+#         piece c: (o_c, lse_c) in fp32   ->   merge: o = sum_c exp(lse_c - lse) o_c
+#     long sequences (prefill, chunks)
+#         grid (T // BQ + S, KH, 1); sequence s starts at query block start[s] // BQ + s
+#
+# A decode step of one sequence has KH programs without the cut and KH * n / 256 with it: 8 heads at 8,192
+# tokens give 256 programs for 132 multiprocessors instead of 8.
+#
+# Bytes: every K and V element of the context once, 2 n KH D; a piece adds 2 (D + 1) fp32 per row.
+#
+# Invariant: which launch serves a sequence, and where its context is cut, depend on that sequence alone,
+#   so a decode step gives the same bits whatever else is in the batch.
+# Invariant: a query block never spans two sequences; row r of it is token r // G, head r % G.
+# Why: block ids become int64 before they are multiplied: 2^31 elements are 4 GiB of bf16, a small cache.
+# Simplification: long sequences are not cut; a lone chunk at the end of a long context leaves processors
+#   idle. The mask is computed on every tile, although only the last ones need it.
+
+@jit
+def _find_sequence(start_ptr, block, num_seqs, BQ: tl.constexpr, GAP: tl.constexpr):
+    """Last sequence s with start[s] // BQ + s * GAP <= block, by bisection."""
+    lo = 0
+    hi = num_seqs
+    while lo < hi:
+        mid = (lo + hi) // 2
+        if tl.load(start_ptr + mid) // BQ + mid * GAP <= block:
+            lo = mid + 1
+        else:
+            hi = mid
+    return lo - 1
+
+
+@jit
+def _load_kv(ptrs, mask, dtype: tl.constexpr, KV: tl.constexpr):
+    """A tile of the cache in the dtype of q. e4m3 bits move into fp16, whose value is then 2^-8 of it."""
+    x = tl.load(ptrs, mask=mask, other=0.0)
+    if KV == "e4m3_bits":
+        bits = x.to(tl.uint16)
+        x = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return x.to(dtype)
+
+
+@jit(do_not_specialize=["num_seqs", "stride_table"])
+def _paged_kernel(
+        q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, out_ptr, lse_ptr, table_ptr, start_ptr, len_ptr,
+        k_factor, v_factor, softcap, stride_q, stride_table, stride_piece, num_seqs,
+        H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+        KV: tl.constexpr, SHORT: tl.constexpr, LIMIT: tl.constexpr, PER: tl.constexpr,
+        SPLIT: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """One program: a block of queries of one sequence, one KV head, one piece of the context.
+
+    k_factor = softmax scale * scale of K; v_factor = scale of V. SPLIT: out and lse are partial,
+    (pieces, T, H, D) and (pieces, T, H) fp32, lse in log2. SHORT: PER query blocks per sequence.
+    """
+    G: tl.constexpr = H // KH
+    BQ: tl.constexpr = BM // G
+    kvh = tl.program_id(1)
+    piece = tl.program_id(2)
+    block = tl.program_id(0)
+    if SHORT:
+        seq = block // PER
+        first = block % PER * BQ
+    else:
+        seq = _find_sequence(start_ptr, block, num_seqs, BQ, 1)
+        first = (block - (tl.load(start_ptr + seq) // BQ + seq)) * BQ
+    q0 = tl.load(start_ptr + seq)
+    q_len = tl.load(start_ptr + seq + 1) - q0
+    other = q_len > LIMIT if SHORT else q_len <= LIMIT
+    if (first >= q_len) | other:
+        return
+    context = tl.load(len_ptr + seq) - q_len           # -1 for a padding row: it sees nothing
+    end = context + tl.minimum(first + BQ, q_len)
+    lo = 0
+    if WINDOW > 0:
+        lo = tl.maximum(0, context + first - WINDOW + 1) // BN * BN
+    if SPLIT:
+        lo = tl.maximum(lo, piece * PIECE)
+        end = tl.minimum(end, (piece + 1) * PIECE)
+        if lo >= end:
+            return
+    r = tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    token = first + r // G
+    head = kvh * G + r % G
+    row_ok = (r < BQ * G) & (token < q_len)
+    mask = row_ok[:, None] & (d < D)[None, :]
+    row = (q0 + token).to(tl.int64)
+    q = tl.load(q_ptr + row[:, None] * stride_q + (head * D)[:, None] + d[None, :], mask=mask, other=0.0)
+    table_row = table_ptr + seq.to(tl.int64) * stride_table
+    m = tl.full((BM,), float("-inf"), tl.float32)
+    l = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, DP), tl.float32)
+    for n0 in tl.range(lo, end, BN, num_stages=STAGES):
+        n = n0 + tl.arange(0, BN)
+        n_ok = n < end
+        if BS % BN == 0:                               # the tile lies in one block: one table entry
+            slot = tl.load(table_row + n0 // BS).to(tl.int64) * BS + n % BS
+        else:
+            slot = tl.load(table_row + n // BS, mask=n_ok, other=0).to(tl.int64) * BS + n % BS
+        at = slot * KH + kvh
+        tile = at[:, None] * D + d[None, :]
+        tile_ok = n_ok[:, None] & (d < D)[None, :]
+        k = _load_kv(k_ptr + tile, tile_ok, q.dtype, KV)
+        dot = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if KV == "int8":
+            dot = dot * tl.load(k_step_ptr + at, mask=n_ok, other=0.0)[None, :]
+        s, _ = _scores(dot, n[None, :], (context + token)[:, None], row_ok[:, None], n_ok[None, :],
+                       k_factor, softcap, SOFTCAP, WINDOW)
+        p, alpha, m, l = _softmax_step(s, m, l)
+        if KV == "int8":
+            p = p * tl.load(v_step_ptr + at, mask=n_ok, other=0.0)[None, :]
+        v = _load_kv(v_ptr + tile, tile_ok, q.dtype, KV)
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    o, lse = _finish(acc, m, l)
+    o = o * v_factor
+    out = out_ptr + piece.to(tl.int64) * stride_piece + (row * H + head)[:, None] * D + d[None, :]
+    tl.store(out, o.to(out_ptr.dtype.element_ty), mask=mask)
+    if lse_ptr is not None:
+        if not SPLIT:
+            lse = lse / LOG2E
+        tl.store(lse_ptr + piece.to(tl.int64) * (stride_piece // D) + row * H + head, lse, mask=row_ok)
+
+
+@jit(do_not_specialize=["num_seqs"])
+def _merge_pieces_kernel(
+        part_ptr, part_lse_ptr, out_ptr, lse_ptr, start_ptr, len_ptr, stride_piece, num_seqs,
+        H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr, LIMIT: tl.constexpr,
+        PIECE: tl.constexpr):
+    """Grid (T, H): merge the pieces that this row saw, in order, as if each were one tile."""
+    t = tl.program_id(0)
+    h = tl.program_id(1)
+    seq = _find_sequence(start_ptr, t, num_seqs, 1, 0)
+    q0 = tl.load(start_ptr + seq)
+    q_len = tl.load(start_ptr + seq + 1) - q0
+    if q_len > LIMIT:
+        return
+    pos = tl.load(len_ptr + seq) - q_len + t - q0
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(0, pos - WINDOW + 1) // PIECE
+    d = tl.arange(0, DP)
+    row = t.to(tl.int64) * H + h
+    m = float("-inf")
+    l = 0.0
+    acc = tl.zeros((DP,), tl.float32)
+    for piece in tl.range(first, tl.cdiv(pos + 1, PIECE)):
+        base = piece * stride_piece.to(tl.int64)
+        lse = tl.load(part_lse_ptr + base // D + row)
+        part = tl.load(part_ptr + base + row * D + d, mask=d < D, other=0.0)
+        m_new = tl.maximum(m, lse)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - shift)
+        weight = tl.exp2(lse - shift)
+        acc = acc * alpha + part * weight
+        l = l * alpha + weight
+        m = m_new
+    some = tl.where(l == 0.0, 1.0, l)
+    tl.store(out_ptr + row * D + d, (acc / some).to(out_ptr.dtype.element_ty), mask=d < D)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, tl.where(l == 0.0, float("-inf"), (m + tl.log2(some)) / LOG2E))
+
+
+def _cache_format(kv):
+    """(K and V as the kernel reads them, format name, power of two that the format leaves out)."""
+    if kv.data.dtype == torch.int8:
+        return kv.data, "int8", 1.0
+    if kv.data.dtype == torch.float8_e4m3fn and arch() not in NATIVE_FP8:
+        return kv.data.view(torch.uint8), "e4m3_bits", 256.0
+    return kv.data, "plain", 1.0
+
+
+def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None):
+    """Both launches of paged attention; see the essay above for which serves what."""
+    T, H, D = q.shape
+    BS, KH = kv.data.shape[2:4]
+    S = meta.seq_lens.shape[0]
+    data, fmt, factor = _cache_format(kv)
+    fp8 = kv.data.dtype in FP8_MAX
+    steps = kv.scales if fmt == "int8" else (None, None)
+    factors = (scale * factor * (kv.k_scale if fp8 else 1.0), factor * (kv.v_scale if fp8 else 1.0))
+    out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
+    tables = (meta.block_table, meta.query_start_loc, meta.seq_lens)
+    common = dict(H=H, KH=KH, D=D, DP=max(16, pow2(D)), BS=BS, WINDOW=window, SOFTCAP=softcap > 0, KV=fmt,
+                  LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, PRECISION=precision(q.dtype))
+
+    def run(kind, grid_x, pieces, o, lse):
+        BM, BN, warps, stages = tile_for(kind, D, q.dtype)
+        BM = max(BM, pow2(H // KH))
+        blocks = grid_x(BM // (H // KH))
+        launch(_paged_kernel, (blocks, KH, pieces), q, data[0], data[1], *steps, o, lse, *tables,
+               *factors, softcap, q.stride(0), meta.block_table.stride(0), T * H * D, S, BM=BM, BN=BN,
+               SHORT=kind == "paged_short", PER=blocks // S, SPLIT=pieces > 1, STAGES=stages,
+               num_warps=warps, num_stages=stages, **common)
+
+    if meta.max_query_len > SHORT_QUERY:
+        run("paged_long", lambda BQ: T // BQ + S, 1, out, lse)
+    short = min(SHORT_QUERY, meta.max_query_len)
+    pieces = -(-meta.max_seq_len // SPLIT_TOKENS)
+    if pieces <= 1:
+        run("paged_short", lambda BQ: S * -(-short // BQ), 1, out, lse)
+        return out
+    part = torch.empty(pieces, T, H, D, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(pieces, T, H, dtype=torch.float32, device=q.device)
+    run("paged_short", lambda BQ: S * -(-short // BQ), pieces, part, part_lse)
+    launch(_merge_pieces_kernel, (T, H), part, part_lse, out, lse, *tables[1:], T * H * D, S, H=H, D=D,
+           DP=max(16, pow2(D)), WINDOW=window, LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, num_warps=1)
+    return out
+
+
+# ======================================================================================================
+# 7  Narrow weights
+# ======================================================================================================
+# A decode step reads every weight once for a handful of rows, so its time is the bytes of the weights:
+# 4-bit codes are a quarter of bf16. The codes are widened in registers, next to the matrix unit.
+#
+#     int8_matmul   w int8 (N, K), one scale per output row:        y = (x w^T) * s
+#     int4_matmul   w 4-bit (K, N), scale and zero per group of k:  y = sum_g s_g * (x_g (q_g - z_g))
+#     fp8_matmul    w e4m3 (N, K), one scale per 128 x 128 block:   y = sum_b s_b * (x_b w_b^T)
+#
+# Scales multiply the fp32 sums and not the weights: the codes are exact in bf16, so nothing is rounded
+# before the product. int4 words are stored in the order in which a tile is unpacked:
+#
+#     one word, tile of 128 k:   nibble 7 ...  nibble 1   nibble 0       nibble j of word r is row
+#                                k=112+r  ...  k=16+r     k=r            k = 16 j + r of its tile
+#
+# so `(word >> 4 j) & 15` is already a tile of 16 x N: no shuffle between threads.
+# Why: 0x4300 | code is the bf16 number 128 + code. An OR replaces the integer-to-float conversion, of
+#   which a multiprocessor can do only 16 per clock.
+# Simplification: no split along K for a few rows, and no repacking for the registers of one matrix
+#   instruction (Marlin does both).
+
+INT4_TILE = 128        # rows of k that are packed together
+
+
+def pack_int4(codes):
+    """4-bit codes (K, N) in 0..15 -> int32 words (ceil(K / 128) * 16, N); missing rows hold 0."""
+    K, N = codes.shape
+    padded = F.pad(codes.to(torch.int64), (0, 0, 0, -K % INT4_TILE))
+    nibbles = padded.view(-1, 8, INT4_TILE // 8, N) << (4 * torch.arange(8, device=codes.device)
+                                                        ).view(1, 8, 1, 1)
+    words = nibbles.sum(1)                                       # (tiles, 16, N), up to 2^32 - 1
+    return (words - ((words >> 31) << 32)).to(torch.int32).view(-1, N)
+
+
+def unpack_int4(words, K):
+    """The inverse of pack_int4: codes (K, N), int32."""
+    tiles = words.view(-1, 1, INT4_TILE // 8, words.shape[1])
+    shifts = (4 * torch.arange(8, device=words.device, dtype=torch.int32)).view(1, 8, 1, 1)
+    return ((tiles >> shifts) & 15).view(-1, words.shape[1])[:K]
+
+
+def int8_matmul_ref(x, weight, scale):
+    """x (T, K) times int8 weight (N, K), scale (N,) -> (T, N)."""
+    return (x.float() @ weight.float().T * scale.float()).to(x.dtype)
+
+
+def int4_matmul_ref(x, words, scales, zeros, group):
+    """x (T, K) times packed 4-bit weight; scales, zeros (K / group, N); zeros None means 8."""
+    codes = unpack_int4(words, x.shape[1]).float()
+    zeros = torch.full_like(scales, 8.0, dtype=torch.float32) if zeros is None else zeros.float()
+    spread = lambda table: table.float().repeat_interleave(group, 0)
+    return (x.float() @ ((codes - spread(zeros)) * spread(scales))).to(x.dtype)
+
+
+def fp8_matmul_ref(x, weight, scales, fp8_inputs=False):
+    """x (T, K) times e4m3 weight (N, K), scales fp32 (ceil(N / 128), ceil(K / 128)) (DeepSeek-V3).
+
+    fp8_inputs rounds x to e4m3 too, with one scale per row and 128 columns.
+    """
+    N, K = weight.shape
+    wide = scales.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    x32 = x.float()
+    if fp8_inputs:
+        blocks = F.pad(x32, (0, -K % 128)).unflatten(1, (-1, 128))              # (T, K / 128, 128)
+        step = (blocks.abs().amax(-1, keepdim=True) / 448).clamp_min(1e-12)
+        x32 = ((blocks / step).to(torch.float8_e4m3fn).float() * step).flatten(1)[:, :K]
+    return (x32 @ (weight.float() * wide).T).to(x.dtype)
+
+
+@jit(do_not_specialize=["T"])
+def _int8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.constexpr,
+                        BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+                        PRECISION: tl.constexpr):
+    """Grid (N / BN, T / BM). Reads w once per BM rows of x: N K bytes for a decode batch."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    t = tl.program_id(1) * BM + tl.arange(0, BM)
+    x_row = t.to(tl.int64)[:, None] * stride_x
+    w_row = n.to(tl.int64)[:, None] * K
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):
+        k = k0 + tl.arange(0, BK)
+        x = tl.load(x_ptr + x_row + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(w_ptr + w_row + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0)
+        acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision=PRECISION)
+    s = tl.load(s_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :],
+             (acc * s[None, :]).to(y_ptr.dtype.element_ty), mask=(t < T)[:, None] & (n < N)[None, :])
+
+
+@jit
+def _nibble(code, dtype: tl.constexpr):
+    """An integer 0..15 plus BIAS (128 for bf16, 1024 for fp16, 0 for fp32), exactly."""
+    if dtype == tl.bfloat16:
+        return (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:
+        return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        return code.to(dtype)
+
+
+@jit(do_not_specialize=["T"])
+def _int4_matmul_kernel(x_ptr, w_ptr, s_ptr, z_ptr, y_ptr, T, N, K, stride_x, GROUP: tl.constexpr,
+                        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
+                        STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """Grid (N / BN, T / BM). One tile: BK / 8 words x BN; eight products of 16 rows of k each."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    t = tl.program_id(1) * BM + tl.arange(0, BM)
+    KW: tl.constexpr = BK // 8
+    r = tl.arange(0, KW)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x_row = x_ptr + t.to(tl.int64)[:, None] * stride_x
+    acc = tl.zeros((BM, BN), tl.float32)
+    for tile in tl.range(0, tl.cdiv(K, BK), num_stages=STAGES):
+        words = tl.load(w_ptr + (tile * KW + r).to(tl.int64)[:, None] * N + n[None, :],
+                        mask=(n < N)[None, :], other=0)
+        part = tl.zeros((BM, BN), tl.float32)
+        for j in tl.static_range(8):
+            k = tile * BK + j * KW + r
+            at = (tile * BK + j * KW) // GROUP * N + n
+            ok = (n < N) & (tile * BK + j * KW < K)
+            zero = tl.full((BN,), 8.0 + BIAS, tl.float32)
+            if z_ptr is not None:
+                zero = tl.load(z_ptr + at, mask=ok, other=0).to(tl.float32) + BIAS
+            code = _nibble((words >> (4 * j)) & 15, dtype) - zero.to(dtype)[None, :]
+            x = tl.load(x_row + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=0.0)
+            part = tl.dot(x, code, part, input_precision=PRECISION)
+            if ((j + 1) * KW) % GROUP == 0 or j == 7:      # the last slice of a group in this tile
+                s = tl.load(s_ptr + at, mask=ok, other=0.0).to(tl.float32)
+                acc += part * s[None, :]
+                part = tl.zeros((BM, BN), tl.float32)
+    tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty),
+             mask=(t < T)[:, None] & (n < N)[None, :])
+
+
+@jit(do_not_specialize=["T"])
+def _fp8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.constexpr,
+                       BN: tl.constexpr, BK: tl.constexpr, FP8_INPUTS: tl.constexpr,
+                       BITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """Grid (N / BN, T / BM); BK is the scale block, 128. BITS: e4m3 arrives as uint8 and is unpacked.
+
+    FP8_INPUTS casts a tile of x in registers, so the cast moves no bytes; it is repeated for each
+    column block, N / BN casts of T K elements against 2 T N K operations of the product.
+    """
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    t = tl.program_id(1) * BM + tl.arange(0, BM)
+    x_row = t.to(tl.int64)[:, None] * stride_x
+    w_row = n.to(tl.int64)[:, None] * K
+    s_row = tl.program_id(0) * BN // BK * tl.cdiv(K, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for tile in tl.range(0, tl.cdiv(K, BK), num_stages=STAGES):
+        k = tile * BK + tl.arange(0, BK)
+        x = tl.load(x_ptr + x_row + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=0.0)
+        w_ok = (n < N)[:, None] & (k < K)[None, :]
+        s = tl.load(s_ptr + s_row + tile)
+        if FP8_INPUTS:
+            w = tl.load(w_ptr + w_row + k[None, :], mask=w_ok, other=0.0)
+            step = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), 1) / 448.0, 1e-12)
+            x8 = (x.to(tl.float32) / step[:, None]).to(w.dtype)
+            acc += tl.dot(x8, tl.trans(w)) * (step * s)[:, None]
+        else:
+            w = _load_kv(w_ptr + w_row + k[None, :], w_ok, x.dtype, "e4m3_bits" if BITS else "plain")
+            acc += tl.dot(x, tl.trans(w), input_precision=PRECISION) * (s * 256.0 if BITS else s)
+    tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty),
+             mask=(t < T)[:, None] & (n < N)[None, :])
+
+
+def _matmul_triton(kernel, name, x, N, *args, **meta):
+    """Launch one of the three products: tiles by the number of rows, y (T, N)."""
+    T, K = x.shape
+    BM, BN, BK, warps, stages = matmul_tile(name, T)
+    y = torch.empty(T, N, dtype=x.dtype, device=x.device)
+    launch(kernel, (-(-N // BN), -(-T // BM)), x, *args, y, T, N, K, x.stride(0), BM=BM, BN=BN, BK=BK,
+           STAGES=stages, PRECISION=precision(x.dtype), num_warps=warps, num_stages=stages, **meta)
+    return y
+
+
+def _int8_matmul_triton(x, weight, scale):
+    return _matmul_triton(_int8_matmul_kernel, "int8_matmul", x, len(weight), weight, scale)
+
+
+def _int4_matmul_triton(x, words, scales, zeros, group):
+    bias = {torch.bfloat16: 128.0, torch.float16: 1024.0}.get(x.dtype, 0.0)
+    return _matmul_triton(_int4_matmul_kernel, "int4_matmul", x, words.shape[1], words, scales, zeros,
+                          GROUP=group, BIAS=bias)
+
+
+def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
+    bits = arch() not in NATIVE_FP8
+    require(not (bits and fp8_inputs), f"fp8 inputs need a GPU with fp8 units, not {arch()}")
+    return _matmul_triton(_fp8_matmul_kernel, "fp8_matmul", x, len(weight),
+                          weight.view(torch.uint8) if bits else weight, scales, BITS=bits,
+                          FP8_INPUTS=fp8_inputs)
+
+
+# ======================================================================================================
+# 9  Wrappers
 # ======================================================================================================
 # One public function per operation. It refuses what the kernels cannot do, with the reason, then runs
 # one member of the pair:
@@ -292,16 +1292,87 @@ def argmax(logits):
     return run_member("argmax", logits, logits)
 
 
+def check_packed(q, k, v, start_q, start_k):
+    """Shapes that flash attention and its backward need."""
+    require(q.dim() == k.dim() == 3 and k.shape == v.shape and q.shape[2] == k.shape[2]
+            and q.shape[1] % k.shape[1] == 0, "flash: q", tuple(q.shape), "k", tuple(k.shape), "v",
+            tuple(v.shape))
+    require(q.dtype == k.dtype == v.dtype, "flash: one dtype for q, k, v")
+    require(q[0].is_contiguous() and k[0].is_contiguous() and k.stride() == v.stride(),
+            "flash: heads must be contiguous, k and v strided alike")
+    require(start_q.dtype == start_k.dtype == torch.int32 and start_q.shape == start_k.shape,
+            "flash: starts must be int32 (S + 1,)")
+
+
+def flash_attention(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0):
+    """Causal attention of packed sequences without a cache: (o (T, H, D), lse (T, H) fp32).
+
+    q (T, H, D), k and v (N, KH, D); start_q, start_k int32 (S + 1,) row starts; max_q the longest query.
+    The last query of a sequence is aligned with its last key. lse is natural: log(sum(exp(scores))).
+    """
+    check_packed(q, k, v, start_q, start_k)
+    return run_member("flash_attention", q, q, k, v, start_q, start_k, max_q, scale, window, softcap)
+
+
+def flash_backward(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale, window=0, softcap=0.0):
+    """(dq, dk, dv) from dO and what the forward saved, (o, lse) instead of the N x N matrix P."""
+    check_packed(q, k, v, start_q, start_k)
+    require(all(x.is_contiguous() for x in (do, q, k, v, out, lse)), "flash_backward: contiguous inputs")
+    return run_member("flash_backward", q, do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale,
+                      window, softcap)
+
+
+def int8_matmul(x, weight, scale):
+    """x (T, K) times int8 weight (N, K) with one scale per row (N,) -> (T, N)."""
+    require(x.dim() == 2 and x.stride(1) == 1 and x.shape[1] == weight.shape[1]
+            and weight.dtype == torch.int8 and weight.is_contiguous() and scale.shape == weight.shape[:1],
+            "int8_matmul: x", tuple(x.shape), "weight", tuple(weight.shape), weight.dtype)
+    return run_member("int8_matmul", x, x, weight, scale)
+
+
+def int4_matmul(x, words, scales, zeros, group):
+    """x (T, K) times 4-bit weight packed by pack_int4 -> (T, N).
+
+    scales, zeros (K / group, N); zeros integers, None means 8. group: a multiple or divisor of 128, at
+    least 16, and a divisor of K.
+    """
+    K, N = x.shape[1], words.shape[1]
+    require(x.stride(1) == 1 and words.dtype == torch.int32 and words.is_contiguous()
+            and len(words) == -(-K // INT4_TILE) * INT4_TILE // 8 and scales.shape == (K // group, N),
+            "int4_matmul: x", tuple(x.shape), "words", tuple(words.shape), "scales", tuple(scales.shape))
+    require(K % group == 0 and group >= 16 and (group % INT4_TILE == 0 or INT4_TILE % group == 0),
+            f"int4_matmul: group {group} does not fit K {K}")
+    return run_member("int4_matmul", x, x, words, scales, zeros, group)
+
+
+def fp8_matmul(x, weight, scales, fp8_inputs=False):
+    """x (T, K) times e4m3 weight (N, K), fp32 scales per 128 x 128 block -> (T, N).
+
+    fp8_inputs rounds x to e4m3 as well and uses the fp8 matrix unit (sm_89 and later).
+    """
+    N, K = weight.shape
+    require(x.stride(1) == 1 and x.shape[1] == K and weight.dtype == torch.float8_e4m3fn
+            and weight.is_contiguous() and scales.shape == (-(-N // 128), -(-K // 128)),
+            "fp8_matmul: x", tuple(x.shape), "weight", (N, K), weight.dtype, "scales", tuple(scales.shape))
+    return run_member("fp8_matmul", x, x, weight, scales, fp8_inputs)
+
+
 KERNELS: dict[str, Kernel] = {
-    "rms_norm": Kernel(rms_norm_ref),
-    "silu_mul": Kernel(silu_mul_ref),
-    "rope_store_kv": Kernel(rope_store_kv_ref),
-    "argmax": Kernel(argmax_ref),
+    "rms_norm": Kernel(rms_norm_ref, _rms_norm_triton),
+    "silu_mul": Kernel(silu_mul_ref, _silu_mul_triton),
+    "rope_store_kv": Kernel(rope_store_kv_ref, _rope_store_kv_triton),
+    "argmax": Kernel(argmax_ref, _argmax_triton),
+    "flash_attention": Kernel(flash_attention_ref, _flash_triton),
+    "flash_backward": Kernel(flash_backward_ref, _flash_backward_triton),
+    "paged_attention": Kernel(attention_ref, _paged_attention_triton),
+    "int8_matmul": Kernel(int8_matmul_ref, _int8_matmul_triton),
+    "int4_matmul": Kernel(int4_matmul_ref, _int4_matmul_triton),
+    "fp8_matmul": Kernel(fp8_matmul_ref, _fp8_matmul_triton),
 }
 
 
 # ======================================================================================================
-# 4  Attention backends
+# 10  Attention backends
 # ======================================================================================================
 # Candidate, possible, selected, executed are four different facts; this section keeps them apart.
 #
@@ -363,6 +1434,18 @@ def attention_sdpa(q, kv, meta, scale, window=0, softcap=0.0):
     return out
 
 
+def _triton_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap):
+    if triton is None:
+        return "Triton is not installed"
+    if device != "cuda" and not INTERPRET:
+        return f"needs a GPU, not {device} (TRITON_INTERPRET=1 runs it on a CPU, for tests)"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"no {dtype}"
+    if not 1 <= group <= 16 or head_dim > 256:
+        return f"group size 1-16 and head width up to 256, not {group} and {head_dim}"
+    return None
+
+
 def _sdpa_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap):
     return "no softcap" if softcap else None
 
@@ -372,6 +1455,7 @@ def _torch_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap
 
 
 ATTENTION: dict[str, AttentionBackend] = {b.name: b for b in (
+    AttentionBackend("triton", _paged_attention_triton, _triton_why_not),
     AttentionBackend("sdpa", attention_sdpa, _sdpa_why_not),
     AttentionBackend("torch", attention_ref, _torch_why_not),
 )}
@@ -385,6 +1469,8 @@ def select_attention(requested="auto", **facts):
     require(requested == "auto" or requested in ATTENTION,
             f"attention backend {requested!r} is unknown; candidates:", ", ".join(ATTENTION))
     reasons = {name: backend.why_not(**facts) for name, backend in ATTENTION.items()}
+    if requested == "auto" and INTERPRET:
+        reasons["triton"] = reasons["triton"] or "the interpreter runs only when asked for by name"
     possible = [name for name, reason in reasons.items() if reason is None]
     chosen = requested if requested != "auto" else possible[0]
     require(chosen in possible, f"attention backend {chosen} cannot run:", reasons[chosen])
@@ -392,3 +1478,190 @@ def select_attention(requested="auto", **facts):
     lines += [f"attention {name}: no, {reason}" for name, reason in reasons.items() if reason]
     lines.append(f"attention selected: {chosen} (requested: {requested})")
     return ATTENTION[chosen], lines
+
+
+# ======================================================================================================
+# 11  The numbers of article 7
+# ======================================================================================================
+# Flash attention is an argument about bytes. These functions count what the kernels above move, so that
+# the argument can be checked without a GPU; each is called by a test with the article's numbers.
+#
+#     v1   for each K/V tile: for each Q tile      Q, O and m, l travel once per K/V tile
+#     v2   for each Q tile:   for each K/V tile    K and V travel once per Q tile; O is written once
+#
+# Why: v2 can ask for more bytes than v1 (its K/V tiles come from the L2 cache); what it buys is one
+#   independent program per Q tile instead of one per head.
+# Try: hbm_elements(8192, 64, 98304, 64, 128): halve BM and watch which column moves.
+
+def online_softmax(tiles, rescale=True):
+    """Run one row through tiles [(scores, values)]: state (m, l, A) after each tile, o, lse.
+
+    rescale=False leaves alpha out, the mistake that the kernel's tests must catch.
+    """
+    m, l, A, states = -math.inf, 0.0, None, []
+    for scores, values in tiles:
+        m_new = max(m, *scores)
+        alpha = math.exp(m - m_new) if rescale else 1.0
+        weights = [math.exp(s - m_new) for s in scores]
+        fresh = [sum(w * x for w, x in zip(weights, column)) for column in zip(*values)]
+        A = fresh if A is None else [a * alpha + f for a, f in zip(A, fresh)]
+        l = (l * alpha if states else 0.0) + sum(weights)
+        m = m_new
+        states.append((m, l, A))
+    return states, [a / l for a in A], m + math.log(l)
+
+
+def hbm_elements(N, D, on_chip, BM, BN):
+    """Elements one head's forward moves between HBM and the chip, by algorithm.
+
+    on_chip: elements of fast memory, which fixes v1's tiles; BM x BN: v2's tiles.
+
+    >>> hbm_elements(1024, 64, 98304, 128, 128)
+    {'standard': 4456448, 'v1': 733184, 'v2': 1180672, 'v2_causal': 721920}
+    """
+    v1_tiles = math.ceil(N / math.ceil(on_chip / (4 * D)))
+    q_tiles = math.ceil(N / BM)
+    once = 2 * N * D + N                                   # Q read, O and lse written
+    seen = [min(N, math.ceil((i + 1) * BM / BN) * BN) for i in range(q_tiles)]
+    return {"standard": 4 * N * N + 4 * N * D,             # S and P written and read
+            "v1": 2 * N * D + v1_tiles * (3 * N * D + 4 * N),
+            "v2": once + q_tiles * 2 * N * D,
+            "v2_causal": once + sum(2 * D * n for n in seen)}
+
+
+def tiled_attention(q, k, v, BM, BN, causal=False, moved=None):
+    """The forward pass of section 5 in plain torch, one head: (o, lse). q, k, v (N, D).
+
+    moved: a list that receives the size of every tile read from or written to "HBM".
+    """
+    moved = [] if moved is None else moved
+    out, lse = torch.empty_like(q), q.new_empty(len(q))
+    for i in range(0, len(q), BM):
+        tile_q = q[i:i + BM]
+        moved.append(tile_q.numel())
+        m, l, acc = q.new_full((len(tile_q),), -math.inf), q.new_zeros(len(tile_q)), 0.0 * tile_q
+        for j in range(0, min(len(k), i + BM) if causal else len(k), BN):
+            moved.append(2 * k[j:j + BN].numel())
+            s = tile_q @ k[j:j + BN].T / math.sqrt(q.shape[1])
+            if causal:
+                s = s.masked_fill(torch.arange(i, i + len(s))[:, None] < torch.arange(j, j + s.shape[1]),
+                                  -math.inf)
+            m_new = torch.maximum(m, s.amax(1))
+            p, alpha = torch.exp(s - m_new[:, None]), torch.exp(m - m_new)
+            m, l, acc = m_new, l * alpha + p.sum(1), acc * alpha[:, None] + p @ v[j:j + BN]
+        out[i:i + BM], lse[i:i + BM] = acc / l[:, None], m + l.log()
+        moved.append(tile_q.numel() + len(tile_q))
+    return out, lse
+
+
+def tiled_backward(do, q, k, v, out, lse, BM, BN, causal=False):
+    """The backward pass of section 5 in plain torch, one head: (dq, dk, dv), P recomputed from lse."""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta, scale = (do * out).sum(1), 1 / math.sqrt(q.shape[1])
+    for j in range(0, len(k), BN):
+        for i in range(0, len(q), BM):
+            rows, cols = slice(i, i + BM), slice(j, j + BN)
+            p = torch.exp(q[rows] @ k[cols].T * scale - lse[rows, None])
+            if causal:
+                p = p * (torch.arange(len(q))[rows, None] >= torch.arange(len(k))[cols])
+            ds = p * (do[rows] @ v[cols].T - delta[rows, None])
+            dv[cols] += p.T @ do[rows]
+            dk[cols] += ds.T @ q[rows] * scale
+            dq[rows] += ds @ k[cols] * scale
+    return dq, dk, dv
+
+
+def merge_pieces(outs, lses):
+    """Attention over a context from its pieces: outs (pieces, D), lses (pieces,) -> (o, lse)."""
+    lse = torch.logsumexp(lses, 0)
+    return (torch.exp(lses - lse)[:, None] * outs).sum(0), lse
+
+
+def grid_use(batch, heads, N, BM, processors):
+    """Programs of v1 (one per head) and v2 (one per head and Q tile), and how they fill a GPU.
+
+    >>> grid_use(1, 8, 8192, 128, 132)
+    {'v1': 8, 'v2': 512, 'v1_busy': 0.061, 'v2_waves': 4}
+    """
+    v1, v2 = batch * heads, batch * heads * math.ceil(N / BM)
+    return {"v1": v1, "v2": v2, "v1_busy": round(min(1.0, v1 / processors), 3),
+            "v2_waves": math.ceil(v2 / processors)}
+
+
+def sliced_costs(N, D, BM, BN, warps):
+    """What the warps of one program must add up, and how often outputs are divided.
+
+    sliced_k: each warp holds other keys, so partial outputs (BM, D) are summed through shared memory for
+    every tile. sliced_q: each warp holds other rows; nothing is shared. Divisions are per head: v1
+    normalises after each tile, v2 once.
+
+    >>> sliced_costs(8192, 64, 128, 128, 4)
+    {'sliced_k': 1572864, 'sliced_q': 0, 'v1_divisions': 33554432, 'v2_divisions': 524288}
+    """
+    tiles = math.ceil(N / BN)
+    return {"sliced_k": (warps - 1) * BM * D * tiles, "sliced_q": 0,
+            "v1_divisions": N * D * tiles, "v2_divisions": N * D}
+
+
+def schedule_ticks(tiles, load, matmul, softmax):
+    """Ticks for `tiles` tiles: one after the other, loads hidden, and two groups in ping-pong.
+
+    In ping-pong (FlashAttention-3) one group's softmax runs beside the other's products; the matrix unit
+    is the only thing both wait for.
+
+    >>> schedule_ticks(8, 1, 2, 2)
+    {'serial': 40, 'producer': 33, 'ping_pong': 19}
+    """
+    unit_free, group_free = 0, [0, 0]
+    for tile in range(tiles):
+        unit_free = max(unit_free, group_free[tile % 2], load * (tile + 1)) + matmul
+        group_free[tile % 2] = unit_free + softmax
+    return {"serial": tiles * (load + matmul + softmax), "producer": load + tiles * (matmul + softmax),
+            "ping_pong": max(group_free)}
+
+
+def attention_pairs(N, window, first):
+    """(all causal pairs, pairs kept by a window plus `first` global tokens), as Longformer counts.
+
+    >>> attention_pairs(4096, 512, 4)
+    (8390656, 1980666)
+    """
+    near = sum(min(i + 1, window) for i in range(N))
+    return N * (N + 1) // 2, near + sum(min(first, max(0, i + 1 - window)) for i in range(N))
+
+
+def hadamard(D):
+    """Orthogonal (D, D) matrix of +-1 / sqrt(D), D a power of two (Sylvester's construction)."""
+    H = torch.ones(1, 1)
+    while len(H) < D:
+        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
+    return H / math.sqrt(D)
+
+
+def round_fp8(x, rows):
+    """x (N, D) through e4m3 with one scale per `rows` rows, back in fp32."""
+    blocks = x.view(-1, rows, x.shape[1])
+    step = blocks.abs().amax((1, 2), keepdim=True) / 448
+    return ((blocks / step).to(torch.float8_e4m3fn).float() * step).view_as(x)
+
+
+def fp8_attention_error(seeds=(0, 1, 2), N=1024, D=64):
+    """Output error (RMSE) of attention on fp8 q, k, v with rare outliers of ten times the spread.
+
+    One scale per tensor, one per 64 rows, and one per 64 rows after rotating q and k by R (random signs,
+    then Hadamard). (q R)(k R)^T = q k^T, but an outlier is spread over all D dims and no longer sets
+    the scale for its neighbours (FlashAttention-3, section 3.3).
+    """
+    error = Counter()
+    attend = lambda q, k, v: torch.softmax(q @ k.T / math.sqrt(D), -1) @ v
+    for seed in seeds:
+        g = torch.Generator().manual_seed(seed)
+        normal = lambda: torch.randn(N, D, generator=g)
+        q, k, v = (normal() + normal() * 10 * (torch.rand(N, D, generator=g) < .001) for _ in range(3))
+        signs = torch.where(torch.rand(D, generator=g) < .5, -1.0, 1.0)
+        R = signs[:, None] * hadamard(D)
+        exact = attend(q.double(), k.double(), v.double())
+        for name, rows, a, b in (("tensor", N, q, k), ("block", 64, q, k), ("rotated", 64, q @ R, k @ R)):
+            o = attend(round_fp8(a, rows), round_fp8(b, rows), round_fp8(v, rows))
+            error[name] += (o.double() - exact).pow(2).mean().sqrt().item() / len(seeds)
+    return dict(error)
