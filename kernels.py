@@ -18,6 +18,7 @@ CONTENTS
     5  Flash attention           forward and backward: article 7
     6  Paged attention           block tables and split contexts: article 3
     7  Narrow weights            int8, int4 and fp8 matrix products
+    8  The CPU members, in C     one C source, built at first use
     9  Wrappers                  checks, dispatch, the table KERNELS
     10 Attention backends        the table ATTENTION and the choice at start-up
     11 The numbers of article 7  what flash attention moves and saves
@@ -27,8 +28,17 @@ G = H // KH, D head width, F MLP width, V vocabulary, NB blocks, BS block size.
 """
 from __future__ import annotations
 
+import ctypes
+import functools
+import hashlib
 import math
 import os
+import pathlib
+import platform
+import shlex
+import struct
+import subprocess
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Callable
@@ -1203,6 +1213,663 @@ def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
 
 
 # ======================================================================================================
+# 8  The CPU members, in C
+# ======================================================================================================
+# On a CPU a decode step is two hundred small operators, and a general library spends more time in
+# starting them than in reading memory. One C source string holds the whole set. It is compiled by the
+# system compiler at first use and loaded with ctypes; without a compiler the torch references run instead.
+#
+#      wrapper ──pack──> Op (a record: kind, pointers, sizes) ──run()──> team of OpenMP threads
+#                                                                        ticket 0,1,2.. : who is free takes the next
+#
+# Every matrix product here (q.k, p.v and the linear layers) is the same inner loop, `tile`: up to 8 rows
+# times one *packed panel*, 32 columns stored so that the loop reads one sequential stream of memory.
+#
+# Invariant: a row's result depends on that row alone. Sums run in an order fixed by absolute position
+#   (16 lanes, pairs of k, chunks of 128 tokens), never by the batch, the chunking or the thread count.
+# Invariant: what is not visible is not read as a number: positions outside come from a row of zeros.
+# Why: no -ffast-math. It would let the compiler reorder sums (per loop, so results would differ between
+#   batch sizes) and assume that NaN cannot exist. The lanes are written out instead.
+# Simplification: production engines choose among many kernels at run time; here one source, any CPU.
+
+C_SOURCE = r"""
+#include <omp.h>
+#include <math.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+// ---- numbers ---------------------------------------------------------------------------------------
+// Every operator exists for fp32 and bf16. `bf` is a compile-time constant in each copy: functions
+// marked INLINE are always inlined, so `bf ? .. : ..` leaves no branch in the machine code.
+// Vectors are 16 floats wide in the source; a CPU with narrower registers uses several for each.
+#define INLINE static inline __attribute__((always_inline))
+typedef float f32s __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t i32s __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t u32s __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t u16s __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t word __attribute__((aligned(2), may_alias));
+
+INLINE f32s splat(float x) { return x - (f32s){}; }
+INLINE u32s splat_word(uint32_t x) { return x - (u32s){}; }
+INLINE f32s where(i32s mask, f32s yes, f32s no) { return (f32s)(((i32s)yes & mask) | ((i32s)no & ~mask)); }
+INLINE f32s larger(f32s a, f32s b) { return where(a > b, a, b); }  // b when a is NaN
+INLINE long size_of(int bf) { return bf ? 2 : 4; }
+INLINE long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
+INLINE long least(long a, long b) { return a < b ? a : b; }
+
+// bf16 is the upper half of an fp32. Rounding to nearest even adds 0x7fff, plus one if the kept part is odd.
+INLINE u32s round_bf16(f32s x) {
+  u32s u = (u32s)x, r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return (u32s)where(x == x, (f32s)r, (f32s)splat_word(0x7fc0));  // rounding must not turn a NaN into infinity
+}
+INLINE f32s load16(int bf, const char *p) {
+  if (!bf) return *(const f32s *)p;
+#ifdef __AVX512BF16__  // gcc 12 makes four instructions of the conversion below
+  return (f32s)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#else
+  return (f32s)(__builtin_convertvector(*(const u16s *)p, u32s) << 16);
+#endif
+}
+INLINE void store16(int bf, char *p, f32s x) {
+  if (!bf) { *(f32s *)p = x; return; }
+#ifdef __AVX512BF16__
+  _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtepi32_epi16((__m512i)round_bf16(x)));
+#else
+  *(u16s *)p = __builtin_convertvector(round_bf16(x), u16s);
+#endif
+}
+// Elements i..i+15 of a row of n: lanes past the end read as 0 and are not written.
+INLINE f32s get(int bf, const char *row, long i, long n) {
+  row += i * size_of(bf);
+  if (n - i >= 16) return load16(bf, row);
+  char part[64] = {0}; memcpy(part, row, (n - i) * size_of(bf)); return load16(bf, part);
+}
+INLINE void put(int bf, char *row, long i, long n, f32s x) {
+  row += i * size_of(bf);
+  if (n - i >= 16) { store16(bf, row, x); return; }
+  char part[64]; store16(bf, part, x); memcpy(row, part, (n - i) * size_of(bf));
+}
+// Sum and maximum of 16 lanes, folding in halves: 16 -> 8 -> 4 -> 2 -> 1.
+#define SWAP(v, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
+  __builtin_shufflevector(v, v, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
+#define FOLD(v, OP) \
+  v = OP(v, SWAP(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
+  v = OP(v, SWAP(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
+  v = OP(v, SWAP(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
+  v = OP(v, SWAP(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#define PLUS(a, b) ((a) + (b))
+INLINE float lanes_sum(f32s v) { FOLD(v, PLUS) return v[0]; }
+INLINE float lanes_max(f32s v) { FOLD(v, larger) return v[0]; }
+
+// e^x = 2^n * e^r with |r| <= ln(2)/2: a polynomial for e^r, and n written into the exponent bits.
+// Relative error 2e-7. Below -87 the result is exactly 0, so a masked score has exactly no weight.
+INLINE f32s exp16(f32s x) {
+  f32s y = where(x > 88.f, splat(88.f), where(x < -87.f, splat(-87.f), x));
+  f32s n = (y * 1.44269504f + 12582912.f) - 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  f32s r = (y - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts keeps r exact
+  f32s p = 1.f + r * (1.f + r * (0.5f + r * (0.166666655f + r * (0.0416664853f
+         + r * (0.00833336077f + r * 0.00139304355f)))));
+  f32s power = (f32s)((__builtin_convertvector(n, i32s) + 127) << 23);
+  return where(x < -87.f, splat(0.f), p * power);
+}
+
+// ---- the team --------------------------------------------------------------------------------------
+// All threads run the same operator; each takes the next ticket until none is left. A thread that wakes
+// late (50 us, when waiting threads sleep) or shares its core just takes fewer tickets.
+typedef struct { atomic_long ticket; atomic_int waiting, turn; float *shared; } Team;
+INLINE long next(Team *t) { return atomic_fetch_add(&t->ticket, 1); }
+static void barrier(Team *t) {
+  int size = omp_get_num_threads(), turn = atomic_load(&t->turn);
+  if (atomic_fetch_add(&t->waiting, 1) == size - 1) {
+    atomic_store(&t->ticket, 0); atomic_store(&t->waiting, 0); atomic_store(&t->turn, turn + 1);
+  } else for (long spins = 0; atomic_load(&t->turn) == turn; spins++) if (spins > 2000) sched_yield();
+}
+// Working memory: one growing buffer per thread and use, kept between calls.
+typedef struct { char *p; size_t size; } Buffer;
+static _Thread_local Buffer own, common;
+static char *room(Buffer *b, size_t size) {
+  if (size > b->size) { free(b->p); b->size = round_up(size * 5 / 4, 64); b->p = aligned_alloc(64, b->size); }
+  return b->p;
+}
+
+// ---- elementwise -----------------------------------------------------------------------------------
+// Rows m of (outer, inner): x + m / inner * ldx + m % inner * E, so that heads inside qkv need no copy.
+INLINE void rms_norm(int bf, int wbf, Team *t, const char *x, const char *w, char *res, char *out,
+                     long M, long inner, long E, long ldx, float eps) {
+  long z = size_of(bf), block = 1 + 16384 / E;
+  for (long b; (b = next(t) * block) < M;) for (long m = b; m < least(M, b + block); m++) {
+    const char *row = x + (m / inner * ldx + m % inner * E) * z; char *o = out + m * E * z; f32s sum = {};
+    for (long i = 0; i < E; i += 16) {
+      f32s v = get(bf, row, i, E);
+      if (res) { v += get(bf, res + m * E * z, i, E); put(bf, res + m * E * z, i, E, v); v = get(bf, res + m * E * z, i, E); }
+      sum += v * v;
+    }
+    if (res) row = res + m * E * z;
+    float scale = 1.f / sqrtf(lanes_sum(sum) / E + eps);
+    for (long i = 0; i < E; i += 16) put(bf, o, i, E, get(bf, row, i, E) * scale * get(wbf, w, i, E));
+  }
+}
+INLINE void silu_mul(int bf, Team *t, const char *x, char *out, long M, long F, long ldx) {
+  long z = size_of(bf), block = 1 + 16384 / F;
+  for (long b; (b = next(t) * block) < M;) for (long m = b; m < least(M, b + block); m++) {
+    const char *gate = x + m * ldx * z, *up = gate + F * z;
+    for (long i = 0; i < F; i += 16) {
+      f32s g = get(bf, gate, i, F);
+      put(bf, out + m * F * z, i, F, g / (1.f + exp16(-g)) * get(bf, up, i, F));
+    }
+  }
+}
+// Rotates one head: coordinates (i, i + half), or (2i, 2i+1) when interleaved, turn by the angle of i.
+INLINE void rotate(int bf, char *head, const float *cos_, long half, int interleaved) {
+  char *c = (char *)cos_, *s = (char *)(cos_ + half), *hi = head + half * size_of(bf);
+  for (long i = 0; i < half; i += 16) {
+    f32s a, b, co = get(0, c, i, half), si = get(0, s, i, half);
+    if (!interleaved) {
+      a = get(bf, head, i, half); b = get(bf, hi, i, half);
+      put(bf, head, i, half, a * co - b * si); put(bf, hi, i, half, b * co + a * si);
+    } else for (long j = i; j < least(i + 16, half); j++) {
+      a = get(bf, head, 2 * j, 2 * j + 1); b = get(bf, head, 2 * j + 1, 2 * j + 2);
+      put(bf, head, 2 * j, 2 * j + 1, a * co[j - i] - b * si[j - i]);
+      put(bf, head, 2 * j + 1, 2 * j + 2, b * co[j - i] + a * si[j - i]);
+    }
+  }
+}
+// The cache is addressed by strides in elements: plane (K or V), block, slot in the block, head.
+typedef struct { char *data; long plane, block, token, head, BS; } Cache;
+INLINE char *cache_row(int bf, const Cache *c, long block, long offset) {
+  return c->data + (block * c->block + offset * c->token) * size_of(bf);
+}
+INLINE void rope_store(int bf, Team *t, char *qkv, const float *cos_sin, const char *positions, int wide,
+                       const int64_t *slots, Cache c, long T, long H, long KH, long D, long ldx,
+                       long rotary, int interleaved) {
+  long z = size_of(bf), block = 1 + 16384 / ldx;
+  for (long b; (b = next(t) * block) < T;) for (long i = b; i < least(T, b + block); i++) {
+    long pos = wide ? ((const int64_t *)positions)[i] : ((const int32_t *)positions)[i];
+    char *row = qkv + i * ldx * z, *k = row + H * D * z;
+    for (long h = 0; h < H + KH; h++) rotate(bf, row + h * D * z, cos_sin + pos * rotary, rotary / 2, interleaved);
+    if (slots[i] < 0) continue;
+    char *to = cache_row(bf, &c, slots[i] / c.BS, slots[i] % c.BS);
+    for (long h = 0; h < 2 * KH; h++)
+      memcpy(to + (h / KH * c.plane + h % KH * c.head) * z, k + h * D * z, D * z);
+  }
+}
+// Two passes over blocks of 1024: the largest value of each block, then where the best block has it first.
+INLINE void argmax(int bf, Team *t, const char *x, int64_t *out, long M, long V, long ldx) {
+  for (long m; (m = next(t)) < M;) {
+    const char *row = x + m * ldx * size_of(bf); float best = -INFINITY; long at = 0;
+    for (long b = 0; b < V; b += 1024) {
+      f32s top = splat(-INFINITY);
+      for (long i = b; i < least(V, b + 1024); i += 16) {
+        f32s v = get(bf, row, i, V);
+        if (V - i < 16) for (long j = V - i; j < 16; j++) v[j] = -INFINITY;
+        top = larger(v, top);
+      }
+      float most = lanes_max(top); if (most > best) { best = most; at = b; }
+    }
+    while (at < V && get(bf, row, at, at + 1)[0] != best) at++;
+    out[m] = at < V ? at : 0;  // a row of NaN has no largest value
+  }
+}
+
+// ---- the inner loop of every matrix product --------------------------------------------------------
+// c[R][32] = x[R][K] @ panel. A panel holds 32 columns of the right-hand matrix, k by k:
+//     fp32  [K][32]          k=0: column 0..31 | k=1: column 0..31 | ...
+//     bf16  [K/2][32][2]     two consecutive k of a column side by side, as the dot instruction wants
+// The panel is read once, front to back: that stream is the cost of a product with few rows (a *GEMV* does
+// two flops per weight, memory delivers a weight in the time of a hundred flops), and each further row of x
+// reuses it from a register. Every c sums over k in the same order whatever R is.
+INLINE f32s dot2(f32s acc, u32s w, u32s x) {
+#ifdef __AVX512BF16__  // one instruction for 32 multiply-adds; compilers do not find it by themselves
+  return (f32s)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+#else
+  acc += (f32s)(w << 16) * (f32s)(x << 16);
+  return acc + (f32s)(w & 0xffff0000u) * (f32s)(x & 0xffff0000u);
+#endif
+}
+#ifdef __AVX512F__
+enum { ROWS = 8 };  // 8 x 2 sums and 2 panel vectors in 32 registers
+#else
+enum { ROWS = 2 };
+#endif
+enum { NC = 32 };
+INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long K, f32s c[ROWS][2]) {
+  for (int r = 0; r < R; r++) c[r][0] = c[r][1] = (f32s){};
+  for (long k = 0; k < (bf ? K / 2 : K); k++, panel += 128, x += 4) {
+    u32s w0 = *(const u32s *)panel, w1 = *(const u32s *)(panel + 64);
+    for (int r = 0; r < R; r++) {
+      u32s b = splat_word(*(const word *)(x + r * ldx * size_of(bf)));
+      if (bf) { c[r][0] = dot2(c[r][0], w0, b); c[r][1] = dot2(c[r][1], w1, b); }
+      else { c[r][0] += (f32s)w0 * (f32s)b; c[r][1] += (f32s)w1 * (f32s)b; }
+    }
+  }
+}
+// Calls f(R, ...) with R = least(rows, ROWS) as a compile-time constant, one copy of the code for each.
+#define ONE(n, f, ...) case n: if (n <= ROWS) f((n <= ROWS ? n : ROWS), __VA_ARGS__); break;
+#define EACH_R(rows, f, ...) switch (least(rows, ROWS)) { ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) \
+  ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) \
+  ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
+
+// ---- attention over the paged cache ----------------------------------------------------------------
+// A work item is a tile of query rows (token, query head of the group) of one sequence against one kv head.
+// Positions are taken in chunks of 128. Each chunk is a complete small attention with a maximum m, a sum l
+// of e^(s-m), and o = sum of e^(s-m) v. Two such results merge exactly, in any number:
+//     m = max(m1, m2)   l = l1 e^(m1-m) + l2 e^(m2-m)   o = o1 e^(m1-m) + o2 e^(m2-m)   answer o / l
+// This is the *online softmax*: no pass over all scores, no matrix of scores in memory. Merging as we go is
+// FlashAttention; computing chunks on different threads and merging later is flash-decoding. Same numbers.
+enum { CHUNK = 128 };
+static const float NEVER = -1e30f;  // the score of what a row does not see; finite, so NEVER - NEVER is 0
+typedef struct {
+  const char *q; char *out; Cache c; const int32_t *start, *lens, *table; long S, ld_table, H, KH, D, DP, ldq;
+  long window; float scale, softcap;
+} Attn;
+typedef struct { long s, h, heads, r0, r1, c0, c1, first; float *part; } Item;  // kv heads, tokens, chunks
+
+// A panel of keys: the words (an fp32, or two bf16) of 32 rows, transposed. 16 x 16 words at a time.
+INLINE void transpose16(u32s *a) {
+#ifdef __AVX512F__
+#define PAIR(n, LO, HI) for (int i = 0; i < 16; i++) if (!(i & n)) { \
+    u32s x = a[i], y = a[i + n]; a[i] = LO; a[i + n] = HI; }
+  PAIR(8, __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+          __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+  PAIR(4, __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+          __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+  PAIR(2, __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+          __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+  PAIR(1, __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+          __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+#else
+  u32s b[16]; memcpy(b, a, sizeof b);
+  for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++) ((uint32_t *)a)[i * 16 + j] = ((uint32_t *)b)[j * 16 + i];
+#endif
+}
+INLINE u32s words(int bf, const char *row, long i, long D) {  // 64 bytes of a row from element i, zeros after its end
+  long left = (D - i) * size_of(bf); row += i * size_of(bf);
+  if (left >= 64) return *(const u32s *)row;
+  char part[64] = {0}; memcpy(part, row, left); return *(const u32s *)part;
+}
+INLINE void pack_keys(int bf, const char **rows, long n, long D, char *panels) {
+  long per = bf ? 32 : 16, words_k = round_up(D, NC) / (bf ? 2 : 1);  // elements in 64 bytes; words in a row
+  for (long t = 0; t < n; t += 16) for (long d = 0; d < D; d += per) {
+    u32s a[16]; for (int i = 0; i < 16; i++) a[i] = words(bf, rows[t + i], d, D);
+    transpose16(a);
+    char *to = panels + ((t / NC * words_k + d / per * 16) * NC + t % NC) * 4;
+    for (int i = 0; i < 16; i++) *(u32s *)(to + i * NC * 4) = a[i];
+  }
+}
+// A panel of values: 32 coordinates of each position. In bf16 positions go in pairs, the even coordinates
+// first and then the odd ones, because that interleaving needs no shuffle; `finish` puts them back in order.
+INLINE void pack_values(int bf, const char **rows, long n, long D, char *panels) {
+  for (long d = 0; d < D; d += NC) {
+    char *to = panels + d / NC * CHUNK * NC * size_of(bf);
+    for (long t = 0; t < n; t += bf ? 2 : 1, to += 128) {
+      u32s x = words(bf, rows[t], d, D), y = bf ? words(bf, rows[t + 1], d, D) : d + 16 < D ? words(bf, rows[t], d + 16, D) : (u32s){};
+      if (bf) { u32s even = (x & 0xffffu) | (y << 16), odd = (x >> 16) | (y & 0xffff0000u); x = even; y = odd; }
+      *(u32s *)to = x; *(u32s *)(to + 64) = y;
+    }
+  }
+}
+// One row of state is m, l and o[DP]. Not inlined: every merge must round alike.
+static __attribute__((noinline)) void merge(float *to, const float *from, long DP) {
+  float m = to[0] > from[0] ? to[0] : from[0];
+  f32s old = exp16(splat(to[0] - m)), new = exp16(splat(from[0] - m));
+  for (long i = 2; i < DP + 2; i += 16) *(f32s *)(to + i) = *(f32s *)(to + i) * old + *(f32s *)(from + i) * new;
+  to[0] = m; to[1] = to[1] * old[0] + from[1] * new[0];
+}
+// R rows of queries against one packed chunk of n positions; row r sees from[r]..to[r]-1. Merged into state.
+INLINE void chunk(int R, int bf, const Attn *a, const char *q, const char *keys, const char *values, long n,
+                  const int *from, const int *to, float *state) {
+  float s[ROWS][CHUNK], part[a->DP + 2]; char p[ROWS * CHUNK * 4]; f32s c[ROWS][2], o[a->DP / 16 * ROWS];
+  float max[ROWS], sum[ROWS]; long DP = a->DP, z = size_of(bf);
+  for (long t = 0; t < n; t += NC) {
+    tile(bf, R, keys + t * DP * z, q, DP, round_up(a->D, 2), c);
+    for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++) *(f32s *)(s[r] + t + 16 * j) = c[r][j] * a->scale;
+  }
+  i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int r = 0; r < R; r++) {
+    f32s top = splat(NEVER), total = {};
+    for (long t = 0; t < n; t += 16) {
+      f32s x = *(f32s *)(s[r] + t);
+      if (a->softcap > 0) x = a->softcap * (1.f - 2.f / (exp16(x * (2.f / a->softcap)) + 1.f));  // tanh
+      if (t < from[r] || t + 16 > to[r]) x = where((lane + (int)t >= from[r]) & (lane + (int)t < to[r]), x, splat(NEVER));
+      *(f32s *)(s[r] + t) = x; top = larger(x, top);
+    }
+    max[r] = lanes_max(top); float m = from[r] < to[r] ? max[r] : 0.f;
+    for (long t = 0; t < n; t += 16) {  // the sum takes the rounded weights: they then add up to one
+      f32s e = exp16(*(f32s *)(s[r] + t) - m);
+      store16(bf, p + (r * CHUNK + t) * z, e); total += bf ? load16(bf, p + (r * CHUNK + t) * z) : e;
+    }
+    sum[r] = lanes_sum(total);
+  }
+  for (long d = 0; d < DP; d += NC) {
+    tile(bf, R, values + d * CHUNK * z, p, CHUNK, n, c);
+    for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++) o[(r * DP + d) / 16 + j] = c[r][j];
+  }
+  for (int r = 0; r < R; r++) {
+    part[0] = max[r]; part[1] = sum[r]; memcpy(part + 2, o + r * DP / 16, DP * 4);
+    merge(state + r * (DP + 2), part, DP);
+  }
+}
+INLINE long tokens_per_tile(const Attn *a) { long G = a->H / a->KH; return G > 128 ? 1 : 128 / G; }
+INLINE long rows_of(const Attn *a, const Item *w) { return (w->r1 - w->r0) * (a->H / a->KH) * w->heads; }
+INLINE long most_rows(const Attn *a) { long G = a->H / a->KH; return G > 128 ? G : 128; }
+// Row i of an item: by kv head, then token, then query head of the group. Its offset in a row-major (T, H) grid.
+INLINE long row_at(const Attn *a, const Item *w, long i, long per_token) {
+  long G = a->H / a->KH, R = (w->r1 - w->r0) * G;
+  return (a->start[w->s] + w->r0 + i % R / G) * per_token + ((w->h + i / R) * G + i % G) * a->D;
+}
+INLINE long row_pos(const Attn *a, long s, long row) { return a->lens[s] - (a->start[s + 1] - a->start[s]) + row; }
+INLINE long first_seen(const Attn *a, long pos) { return a->window && pos >= a->window ? pos - a->window + 1 : 0; }
+
+// Lists the work. A tile is one item, or, when tiles are few, one item per chunk (`split`). Returns the count.
+static long plan(const Attn *a, int split, Item *w, float *part) {
+  long n = 0, TQ = tokens_per_tile(a);
+  for (long s = 0; s < a->S; s++) for (long r = 0, L = a->start[s + 1] - a->start[s]; r < L; r += TQ) {
+    long r1 = least(L, r + TQ), end = row_pos(a, s, r1 - 1) + 1, c0 = first_seen(a, row_pos(a, s, r)) / CHUNK;
+    long c1 = end > 0 ? (end + CHUNK - 1) / CHUNK : c0, step = split && c1 > c0 ? 1 : c1 - c0 + !(c1 > c0);
+    long heads = L * a->H <= 128 ? a->KH : 1;
+    for (long h = 0; h < a->KH; h += heads) for (long c = c0; c < c1 || c == c0; c += step, n++) if (w) {
+      w[n] = (Item){s, h, heads, r, r1, c, least(c + step, c1), c == c0, part};
+      if (split) part += rows_of(a, w + n) * (a->DP + 2);
+    }
+  }
+  return n;
+}
+static void clear(float *state, long rows, long DP) {
+  memset(state, 0, rows * (DP + 2) * 4);
+  for (long r = 0; r < rows; r++) state[r * (DP + 2)] = NEVER;
+}
+// Divides by the sum and writes rows out. A row that saw nothing is 0.
+INLINE void finish(int bf, const Attn *a, const Item *w, const float *state) {
+  long DP = a->DP, z = size_of(bf);
+  for (long i = 0; i < rows_of(a, w); i++, state += DP + 2) {
+    char *o = a->out + row_at(a, w, i, a->H * a->D) * z;
+    f32s f = splat(state[1] > 0 || state[1] != state[1] ? 1.f / state[1] : 0.f);
+    for (long d = 0; d < a->D; d += NC) {
+      f32s x = *(f32s *)(state + 2 + d) * f, y = *(f32s *)(state + 2 + d + 16) * f;
+      if (!bf) { put(0, o, d, a->D, x); if (d + 16 < a->D) put(0, o, d + 16, a->D, y); continue; }
+      u32s both = round_bf16(x) | (round_bf16(y) << 16);  // even and odd coordinates side by side again
+      memcpy(o + d * 2, &both, least(a->D - d, NC) * 2);
+    }
+  }
+}
+// Addresses of the keys of chunk c; positions outside [lo, hi) point to zeros. Returns the count, whole panels.
+INLINE long chunk_rows(int bf, const Attn *a, const Item *w, long h, long c, long lo, long hi, const char *zeros,
+                       const char **k, const char **v) {
+  long n = round_up(least(CHUNK, hi - c * CHUNK), NC), from = c * CHUNK > lo ? c * CHUNK : lo;
+  const int32_t *block = a->table + w->s * a->ld_table + from / a->c.BS; long offset = from % a->c.BS;
+  for (long t = 0; t < n; t++) {
+    if (c * CHUNK + t < lo || c * CHUNK + t >= hi) { k[t] = v[t] = zeros; continue; }
+    k[t] = cache_row(bf, &a->c, *block, offset) + h * a->c.head * size_of(bf);
+    v[t] = k[t] + a->c.plane * size_of(bf);
+    if (++offset == a->c.BS) { offset = 0; block++; }
+  }
+  return n;
+}
+INLINE void run_item(int bf, const Attn *a, const Item *w, char *space, float *state) {
+  long G = a->H / a->KH, DP = a->DP, z = size_of(bf), R = (w->r1 - w->r0) * G, rows = R * w->heads;
+  long lo = first_seen(a, row_pos(a, w->s, w->r0)), hi = row_pos(a, w->s, w->r1 - 1) + 1;
+  char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z, *zeros = q + rows * DP * z;
+  memset(q, 0, (rows + 1) * DP * z);  // queries are padded to DP, and one more row is the zeros
+  for (long i = 0; i < rows; i++) memcpy(q + i * DP * z, a->q + row_at(a, w, i, a->ldq) * z, a->D * z);
+  clear(state, rows, DP);
+  for (long c = w->c0; c < w->c1; c++) for (long h = 0; h < w->heads; h++) {
+    const char *k[CHUNK], *v[CHUNK]; long n = chunk_rows(bf, a, w, w->h + h, c, lo, hi, zeros, k, v);
+#ifdef PFN
+    if (c + 1 < w->c1) {
+      const char *k2[CHUNK], *v2[CHUNK]; long n2 = chunk_rows(bf, a, w, w->h, c + 1, lo, hi, zeros, k2, v2);
+      for (long t = h * n2 / w->heads; t < (h + 1) * n2 / w->heads; t++) for (long b = 0; b < w->heads * a->D * z; b += 64)
+        __builtin_prefetch(k2[t] + b, 0, PFN), __builtin_prefetch(v2[t] + b, 0, PFN);
+    }
+#endif
+    pack_keys(bf, k, n, a->D, keys); pack_values(bf, v, n, a->D, values);
+    for (long i = 0; i < R; i += ROWS) {
+      int from[ROWS], to[ROWS], most = 0;
+      for (long r = 0; r < least(ROWS, R - i); r++) {
+        long pos = row_pos(a, w->s, w->r0 + (i + r) / G);
+        from[r] = least(CHUNK, first_seen(a, pos) - c * CHUNK > 0 ? first_seen(a, pos) - c * CHUNK : 0);
+        to[r] = least(n, pos + 1 - c * CHUNK); if (to[r] > most) most = to[r];
+      }
+      if (most > 0) EACH_R(R - i, chunk, bf, a, q + (h * R + i) * DP * z, keys, values, round_up(most, NC), from, to,
+                       state + (h * R + i) * (DP + 2))
+    }
+  }
+}
+INLINE size_t item_space(const Attn *a, long z) {
+  return (2 * CHUNK + most_rows(a) + 2) * a->DP * z + 64;
+}
+static int few(const Attn *a, int threads) { return threads > 1 && plan(a, 0, 0, 0) < 4 * threads; }
+static size_t shared_space(const Attn *a, int threads) {  // partial results of a split call
+  return few(a, threads) ? plan(a, 1, 0, 0) * most_rows(a) * (a->DP + 2) * 4 : 0;
+}
+INLINE void attention(int bf, Team *t, const Attn *a) {
+  int split = few(a, omp_get_num_threads()); long n = plan(a, split, 0, 0);
+  size_t space = round_up(item_space(a, size_of(bf)), 64), state = round_up(most_rows(a) * (a->DP + 2) * 4, 64);
+  char *mine = room(&own, space + state + n * sizeof(Item)); float *st = (float *)(mine + space);
+  Item *w = (Item *)(mine + space + state);
+  plan(a, split, w, t->shared);
+  for (long i; (i = next(t)) < n;) {
+    run_item(bf, a, w + i, mine, split ? w[i].part : st);
+    if (!split) finish(bf, a, w + i, st);
+  }
+  if (!split) return;
+  barrier(t);
+  for (long i; (i = next(t)) < n;) if (w[i].first) {
+    long R = rows_of(a, w + i); clear(st, R, a->DP);
+    for (long j = i; j < n && (j == i || !w[j].first); j++)
+      for (long r = 0; r < R; r++) merge(st + r * (a->DP + 2), w[j].part + r * (a->DP + 2), a->DP);
+    finish(bf, a, w + i, st);
+  }
+}
+
+// ---- linear layers ---------------------------------------------------------------------------------
+// out[T][N] = x[T][K] @ w^T + bias, bf16. Threads share the panels. Rows go in blocks of 192, so that a block
+// of x stays in the second-level cache while every panel passes by.
+INLINE void linear_rows(int R, const char *panel, const char *x, long ldx, long K, const char *bias, char *out, long n, long N) {
+  f32s c[ROWS][2]; tile(1, R, panel, x, ldx, K, c);
+  for (int r = 0; r < R; r++) for (int j = 0; j < 2 && n + 16 * j < N; j++) {
+    if (bias) c[r][j] += get(1, bias, n + 16 * j, N);
+    put(1, out + r * N * 2, n + 16 * j, N, c[r][j]);
+  }
+}
+static void linear(Team *t, const char *x, const char *w, const char *bias, char *out, long T, long N, long K, long ldx) {
+  long panels = (N + NC - 1) / NC, step = 1 + panels / (8 * omp_get_num_threads()), groups = (panels + step - 1) / step;
+  for (long i; (i = next(t)) < groups * ((T + 191) / 192);) {
+    long b = i % groups * step, m0 = i / groups * 192, m1 = least(T, m0 + 192);
+    for (long p = b; p < least(panels, b + step); p++) for (long m = m0; m < m1; m += ROWS)
+      EACH_R(m1 - m, linear_rows, w + p * K * NC * 2, x + m * ldx * 2, ldx, K, bias, out + m * N * 2, p * NC, N)
+  }
+}
+
+// ---- entry -----------------------------------------------------------------------------------------
+// An Op is one operator call as data. A program is an array of them, run inside one parallel region with a
+// barrier between two, so that threads are woken once per program and not once per operator.
+enum { NORM, SILU, ROPE, ARGMAX, ATTENTION, LINEAR };
+typedef struct { int64_t kind, bf, ns; char *p[8]; int64_t n[15]; double f[2]; } Op;
+INLINE Attn attn_of(const Op *o) {
+  char *const *p = o->p; const int64_t *n = o->n;
+  return (Attn){p[0], p[1], {p[2], n[0], n[1], n[2], n[3], n[4]}, (int32_t *)p[3], (int32_t *)p[4], (int32_t *)p[5],
+    n[5], n[6], n[7], n[8], n[9], round_up(n[9], NC), n[10], n[11], o->f[0], o->f[1]};
+}
+#define BOTH(f, ...) if (o->bf) f(1, __VA_ARGS__); else f(0, __VA_ARGS__); break
+static void execute(Team *t, const Op *o) {
+  char *const *p = o->p; const int64_t *n = o->n; Attn a;
+  switch (o->kind) {
+    case NORM: if (o->bf && n[4]) rms_norm(1, 1, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], o->f[0]);
+      else if (o->bf) rms_norm(1, 0, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], o->f[0]);
+      else rms_norm(0, 0, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], o->f[0]);
+      break;
+    case SILU: BOTH(silu_mul, t, p[0], p[1], n[0], n[1], n[2]);
+    case ROPE: BOTH(rope_store, t, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
+      ((Cache){p[4], n[0], n[1], n[2], n[3], n[4]}), n[6], n[7], n[8], n[9], n[10], n[11], n[12]);
+    case ARGMAX: BOTH(argmax, t, p[0], (int64_t *)p[1], n[0], n[1], n[2]);
+    case ATTENTION: a = attn_of(o); BOTH(attention, t, &a);
+    case LINEAR: linear(t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3]);
+  }
+}
+void run(const Op *ops, long count) {
+  int threads = omp_get_max_threads(); long ns = 0; size_t space = 0;
+  for (long i = 0; i < count; i++) ns += ops[i].ns;
+  if (ns < 60000) threads = 1;  // less work than it takes to wake a sleeping thread
+  for (long i = 0; i < count; i++) if (ops[i].kind == ATTENTION) {
+    Attn a = attn_of(ops + i); size_t need = shared_space(&a, threads); if (need > space) space = need;
+  }
+  Team team = {.shared = (float *)room(&common, space)};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (long i = 0; i < count; i++) { if (i) barrier(&team); execute(&team, ops + i); }
+}
+"""
+C_FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+           "-fopenmp", "-shared", "-fPIC", "-Wno-psabi"]
+if platform.machine() in ("x86_64", "AMD64"):
+    C_FLAGS.append("-mprefer-vector-width=512")
+
+
+@functools.lru_cache(maxsize=1)
+def c_library():
+    """The compiled library and None, or None and one sentence that says why there is none. Never raises.
+
+    The file is kept under a hash of source, flags and the compiler's predefined macros, which name its
+    version and every instruction set that -march=native found on this CPU.
+    """
+    if os.environ.get("NANOSERVE_NO_C") == "1":
+        return None, "NANOSERVE_NO_C=1 is set"
+    cc = shlex.split(os.environ.get("CC") or "cc")
+    try:
+        macros = subprocess.run([*cc, *C_FLAGS, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, check=True)
+        key = hashlib.sha256(repr((C_SOURCE, C_FLAGS, macros.stdout)).encode()).hexdigest()[:16]
+        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanoserve"
+        if not (folder / f"{key}.so").exists():
+            _compile(cc, folder, key)
+        lib = ctypes.CDLL(str(folder / f"{key}.so"))
+        lib.run.argtypes, lib.run.restype = [ctypes.c_char_p, ctypes.c_long], None
+        return lib, None
+    except subprocess.CalledProcessError as e:
+        lines = e.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        return None, f"the C compiler {cc[0]!r} failed: {lines[0]}"
+    except (OSError, RuntimeError, AttributeError, IndexError, ValueError) as e:
+        return None, f"no C library could be built: {e}"
+
+
+def _compile(cc, folder, key):
+    """Compiles under a name of its own and renames: another process sees the whole file or none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as tmp:
+        source, built = pathlib.Path(tmp, "kernels.c"), pathlib.Path(tmp, "kernels.so")
+        source.write_text(C_SOURCE)
+        subprocess.run([*cc, *C_FLAGS, str(source), "-o", str(built), "-lm"], capture_output=True, check=True)
+        os.replace(built, folder / f"{key}.so")
+
+
+def _record(pointers, numbers, floats):
+    """Packs the C struct Op: kind, bf, ns; 8 pointers; 15 integers; 2 floats, unused ones zero."""
+    return struct.Struct(f"3q{pointers}q{64 - 8 * pointers}x{numbers}q{120 - 8 * numbers}x"
+                         f"{floats}d{16 - 8 * floats}x").pack
+
+
+_NORM, _SILU, _ROPE = _record(4, 5, 1), _record(2, 3, 0), _record(5, 13, 0)
+_ARGMAX, _ATTENTION, _LINEAR = _record(2, 3, 0), _record(6, 12, 2), _record(4, 4, 0)
+_BF16 = torch.bfloat16
+
+
+def rms_norm_c(x, weight, eps, residual=None):
+    """x (T, E) or (T, H, D), fp32 or bf16 -> its norm, same shape and type. See rms_norm."""
+    inner, E = (1, x.shape[1]) if x.ndim == 2 else (x.shape[1], x.shape[2])
+    rows = x.shape[0] * inner
+    if x.stride(-1) != 1 or (inner > 1 and x.stride(1) != E):
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    bf = x.dtype is _BF16
+    if residual is not None and not residual.is_contiguous():
+        raise ValueError("rms_norm: the residual is updated in place and must be contiguous")
+    if weight.dtype is not x.dtype and weight.dtype is not torch.float32:
+        weight = weight.float()
+    c_library()[0].run(_NORM(
+        0, bf, rows * E // 2, x.data_ptr(), weight.data_ptr(), 0 if residual is None else residual.data_ptr(),
+        out.data_ptr(), rows, inner, E, x.stride(0), weight.dtype is _BF16, eps), 1)
+    return out
+
+
+def silu_mul_c(gate_up):
+    """gate_up (T, 2F), fp32 or bf16 -> silu(gate) * up (T, F)."""
+    if gate_up.stride(1) != 1:
+        gate_up = gate_up.contiguous()
+    T, F = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((T, F), dtype=gate_up.dtype)
+    c_library()[0].run(_SILU(1, gate_up.dtype is _BF16, T * F // 2, gate_up.data_ptr(), out.data_ptr(),
+                             T, F, gate_up.stride(0)), 1)
+    return out
+
+
+def rope_store_kv_c(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
+    """Rotates q and k inside qkv (T, (H+2*KH)*D), writes k and v to the cache; returns q (T, H, D), a view."""
+    T, W = qkv.shape
+    data, bf = kv.data, qkv.dtype is _BF16
+    if qkv.stride(1) != 1 or data.dtype is not qkv.dtype or data.stride(4) != 1:
+        raise ValueError("rope_store_kv: the C member needs dense rows and a cache of the type of qkv")
+    plane, block, token, head, _ = data.stride()
+    c_library()[0].run(_ROPE(
+        2, bf, T * W, qkv.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
+        data.data_ptr(), plane, block, token, head, data.shape[2], positions.dtype is torch.int64,
+        T, H, KH, D, qkv.stride(0), cos_sin.shape[1], interleaved), 1)
+    return qkv[:, :H * D].unflatten(1, (H, D))
+
+
+def argmax_c(logits):
+    """logits (S, V), fp32 or bf16 -> int64 (S,): the lowest index of the largest value; NaN is ignored."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    S, V = logits.shape
+    out = torch.empty(S, dtype=torch.int64)
+    c_library()[0].run(_ARGMAX(3, logits.dtype is _BF16, S * V // 16, logits.data_ptr(), out.data_ptr(),
+                               S, V, logits.stride(0)), 1)
+    return out
+
+
+def attention_c(q, kv, meta, scale, window=0, softcap=0.0):
+    """q (T, H, D) over the paged cache -> (T, H, D). Query and cache both fp32 or both bf16."""
+    T, H, D = q.shape
+    data, table = kv.data, meta.block_table
+    if q.stride(2) != 1 or q.stride(1) != D:
+        q = q.contiguous()
+    if data.dtype is not q.dtype or data.stride(4) != 1:
+        raise ValueError("attention: the C member needs a cache of the type of q with dense heads")
+    out = torch.empty((T, H, D), dtype=q.dtype)
+    plane, block, token, head, _ = data.stride()
+    c_library()[0].run(_ATTENTION(
+        4, q.dtype is _BF16, D * meta.max_seq_len * (T * H + 37 * len(meta.seq_lens) * data.shape[3]) // 50, q.data_ptr(), out.data_ptr(), data.data_ptr(),
+        meta.query_start_loc.data_ptr(), meta.seq_lens.data_ptr(), table.data_ptr(),
+        plane, block, token, head, data.shape[2], meta.seq_lens.shape[0], table.stride(0), H, data.shape[3], D,
+        q.stride(0), window, scale, softcap), 1)
+    return out
+
+
+def pack_linear(weight):
+    """weight (N, K) bf16 -> (panels, K/2, 32, 2), N padded with zeros to whole panels. K must be even."""
+    N, K = weight.shape
+    if K % 2:
+        raise ValueError(f"pack_linear: the input width must be even, not {K}")
+    padded = torch.nn.functional.pad(weight.to(_BF16), (0, 0, 0, -N % 32))
+    return padded.view(-1, 32, K // 2, 2).transpose(1, 2).contiguous()
+
+
+def linear_c(x, packed, N, K, bias=None):
+    """x (T, K) bf16 times packed weights -> (T, N) bf16."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    T = x.shape[0]
+    out = torch.empty((T, N), dtype=_BF16)
+    c_library()[0].run(_LINEAR(5, 1, N * K // 16 + T * N * K // 250, x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(),
+                               out.data_ptr(), T, N, K, x.stride(0)), 1)
+    return out
+
+
+# ======================================================================================================
 # 9  Wrappers
 # ======================================================================================================
 # One public function per operation. It refuses what the kernels cannot do, with the reason, then runs
@@ -1214,6 +1881,9 @@ def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
 #     otherwise           the reference
 #
 # Invariant: KERNELS[name].executed counts what ran, by member; nothing is selected without being counted.
+
+C_DTYPES = (torch.bfloat16, torch.float32)
+
 
 @dataclass
 class Kernel:
@@ -1230,7 +1900,7 @@ def require(condition, *parts):
         raise ValueError(" ".join(str(p) for p in parts))
 
 
-def run_member(name, x, *args):
+def run_member(name, x, *args, c_fits=True):
     """Run operation `name` with the member that fits tensor x, and count it."""
     kernel = KERNELS[name]
     if FORCE:
@@ -1238,7 +1908,8 @@ def run_member(name, x, *args):
     elif x.is_cuda:
         member = "triton"
     else:
-        member = "c" if kernel.c and x.dtype in (torch.bfloat16, torch.float32) else "torch"
+        native = kernel.c and c_fits and x.dtype in C_DTYPES and c_library()[0]
+        member = "c" if native else "torch"
     fn = kernel.ref if member == "torch" else getattr(kernel, member)
     require(fn, f"{name}: no {member} member on this machine")
     kernel.executed[member] += 1
@@ -1283,7 +1954,7 @@ def rope_store_kv(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleav
     require(len(positions) == len(qkv) == len(slot_mapping) and slot_mapping.dtype == torch.int64,
             "rope_store_kv: one position and one int64 slot per token")
     return run_member("rope_store_kv", qkv, qkv, cos_sin, positions, kv, slot_mapping, H, KH, D,
-                      interleaved)
+                      interleaved, c_fits=kv.data.dtype == qkv.dtype)
 
 
 def argmax(logits):
@@ -1358,13 +2029,13 @@ def fp8_matmul(x, weight, scales, fp8_inputs=False):
 
 
 KERNELS: dict[str, Kernel] = {
-    "rms_norm": Kernel(rms_norm_ref, _rms_norm_triton),
-    "silu_mul": Kernel(silu_mul_ref, _silu_mul_triton),
-    "rope_store_kv": Kernel(rope_store_kv_ref, _rope_store_kv_triton),
-    "argmax": Kernel(argmax_ref, _argmax_triton),
+    "rms_norm": Kernel(rms_norm_ref, _rms_norm_triton, rms_norm_c),
+    "silu_mul": Kernel(silu_mul_ref, _silu_mul_triton, silu_mul_c),
+    "rope_store_kv": Kernel(rope_store_kv_ref, _rope_store_kv_triton, rope_store_kv_c),
+    "argmax": Kernel(argmax_ref, _argmax_triton, argmax_c),
     "flash_attention": Kernel(flash_attention_ref, _flash_triton),
     "flash_backward": Kernel(flash_backward_ref, _flash_backward_triton),
-    "paged_attention": Kernel(attention_ref, _paged_attention_triton),
+    "paged_attention": Kernel(attention_ref, _paged_attention_triton, attention_c),
     "int8_matmul": Kernel(int8_matmul_ref, _int8_matmul_triton),
     "int4_matmul": Kernel(int4_matmul_ref, _int4_matmul_triton),
     "fp8_matmul": Kernel(fp8_matmul_ref, _fp8_matmul_triton),
@@ -1446,6 +2117,14 @@ def _triton_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softca
     return None
 
 
+def _c_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap):
+    if device != "cpu":
+        return f"runs on the CPU, not on {device}"
+    if dtype not in C_DTYPES or kv_dtype != dtype:
+        return f"bf16 or fp32 with a cache of the same type, not {dtype} and {kv_dtype}"
+    return c_library()[1]
+
+
 def _sdpa_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap):
     return "no softcap" if softcap else None
 
@@ -1456,6 +2135,7 @@ def _torch_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap
 
 ATTENTION: dict[str, AttentionBackend] = {b.name: b for b in (
     AttentionBackend("triton", _paged_attention_triton, _triton_why_not),
+    AttentionBackend("c", attention_c, _c_why_not),
     AttentionBackend("sdpa", attention_sdpa, _sdpa_why_not),
     AttentionBackend("torch", attention_ref, _torch_why_not),
 )}
