@@ -126,9 +126,7 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 def rms_norm_ref(x, weight, eps, residual=None):
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019)."""
-    if residual is not None:
-        x = residual.add_(x)            # the sum is rounded to the stream's dtype before it is normed
-    y = x.float()
+    y = x.float() if residual is None else residual.add_(x)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return (y * weight.float()).to(x.dtype)
 
@@ -288,16 +286,16 @@ TMA_ARCHS = {"sm_90", "sm_100", "interpreter"}            # have a copy engine t
 # operation, bytes of one head padded to a power of two -> (rows, columns, warps, stages), one per ARCHS
 TILES = {
     ("flash", 128): ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
-    ("flash", 256): ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
+    ("flash", 256): ((64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
     ("flash", 512): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
     ("flash_dkdv", 128): ((32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1)),
-    ("flash_dkdv", 256): ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 4, 1)),
+    ("flash_dkdv", 256): ((64, 32, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1), (32, 64, 4, 1)),
     ("flash_dq", 128): ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
     ("flash_dq", 256): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1)),
     ("paged_short", 128): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 2)),
     ("paged_short", 256): ((16, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
     ("paged_short", 512): ((16, 32, 4, 2), (16, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2)),
-    ("paged_long", 128): ((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+    ("paged_long", 128): ((64, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
     ("paged_long", 256): ((64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1)),
     ("paged_long", 512): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 16, 8, 1)),
 }
@@ -306,7 +304,7 @@ MATMUL_TILES = {
     ("int8_matmul", 16): ((16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 64, 4, 2)),
     ("int8_matmul", 64): ((64, 128, 64, 8, 2), (64, 128, 64, 4, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 1)),
     ("int4_matmul", 16): ((16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 2)),
-    ("int4_matmul", 64): ((64, 64, 128, 4, 2), (64, 64, 128, 4, 2), (64, 64, 128, 4, 2), (64, 64, 128, 4, 1)),
+    ("int4_matmul", 64): ((32, 64, 128, 4, 2), (64, 64, 128, 4, 2), (64, 64, 128, 4, 2), (64, 64, 128, 4, 1)),
     ("fp8_matmul", 16): ((16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 1)),
     ("fp8_matmul", 64): ((64, 64, 128, 8, 2), (64, 64, 128, 4, 3), (64, 64, 128, 4, 3), (64, 64, 128, 4, 1)),
 }
@@ -340,6 +338,13 @@ def arch():
 def launch(kernel, grid, *args, **meta):
     """Run kernel on grid. The static checks replace this function to compile for an absent GPU."""
     kernel[grid](*args, **meta)
+
+
+def hardware(warps, stages=1):
+    """Launch options of a tile. NVIDIA: up to 255 registers a thread, else the assembler may prefer
+    spilling a few of them when that fits one more program on a multiprocessor."""
+    limit = {"maxnreg": 255} if arch().startswith("sm_") else {}
+    return dict(num_warps=warps, num_stages=stages, **limit)
 
 
 def pow2(n):
@@ -380,10 +385,8 @@ def _rms_norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, stride_t, stride_h, eps, head
     x_row = x_ptr + row // heads * stride_t + row % heads * stride_h
     x = tl.load(x_row + e, mask=ok, other=0.0).to(tl.float32)
     if RESIDUAL:
-        x += tl.load(res_ptr + row * E + e, mask=ok, other=0.0).to(tl.float32)
-        rounded = x.to(res_ptr.dtype.element_ty)
-        tl.store(res_ptr + row * E + e, rounded, mask=ok)
-        x = rounded.to(tl.float32)
+        x += tl.load(res_ptr + row * E + e, mask=ok, other=0.0)
+        tl.store(res_ptr + row * E + e, x, mask=ok)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps)
     w = tl.load(w_ptr + e, mask=ok, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * E + e, (y * w).to(y_ptr.dtype.element_ty), mask=ok)
@@ -395,7 +398,7 @@ def _rms_norm_triton(x, weight, eps, residual=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch(_rms_norm_kernel, (x.numel() // E,), x, residual, weight, y,
            x.stride(0), x.stride(1) if heads > 1 else 0, eps, heads, E=E, EP=pow2(E),
-           RESIDUAL=residual is not None, num_warps=min(8, max(1, pow2(E) // 512)))
+           RESIDUAL=residual is not None, **hardware(min(8, max(1, pow2(E) // 512))))
     return y
 
 
@@ -415,7 +418,7 @@ def _silu_mul_triton(gate_up):
     T, F2 = gate_up.shape
     y = torch.empty(T, F2 // 2, dtype=gate_up.dtype, device=gate_up.device)
     BF = min(1024, pow2(F2 // 2))
-    launch(_silu_mul_kernel, (T, -(-F2 // 2 // BF)), gate_up, y, F=F2 // 2, BF=BF, num_warps=4)
+    launch(_silu_mul_kernel, (T, -(-F2 // 2 // BF)), gate_up, y, F=F2 // 2, BF=BF, **hardware(4))
     return y
 
 
@@ -467,16 +470,16 @@ def _rope_store_kv_kernel(
         rest_at = ROT + tl.arange(0, REST)
         v = tl.load(row + (h + KH) * D + d, mask=d < D, other=0.0).to(tl.float32)
         rest = tl.load(row + h * D + rest_at, mask=rest_at < D, other=0.0).to(tl.float32)
-        a, b = a.to(tl.float32), b.to(tl.float32)     # the cache holds what attention would read from q/k
-        k_max = tl.maximum(tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 0), tl.max(tl.abs(rest), 0))
-        a, k_step = _to_cache(a, k_max, k_scale, KV, TOP)
-        b, k_step = _to_cache(b, k_max, k_scale, KV, TOP)
+        k_a, k_b = a.to(tl.float32), b.to(tl.float32)     # the cache holds what q k^T would have read
+        k_max = tl.max(tl.maximum(tl.maximum(tl.abs(k_a), tl.abs(k_b)), tl.max(tl.abs(rest), 0)), 0)
+        k_a, k_step = _to_cache(k_a, k_max, k_scale, KV, TOP)
+        k_b, k_step = _to_cache(k_b, k_max, k_scale, KV, TOP)
         rest, k_step = _to_cache(rest, k_max, k_scale, KV, TOP)
         v, v_step = _to_cache(v, tl.max(tl.abs(v), 0), v_scale, KV, TOP)
         at = slot * KH + h - H                        # slot is int64: offsets pass 2^31 elements
         ty: tl.constexpr = k_ptr.dtype.element_ty
-        tl.store(k_ptr + at * D + at_a, a.to(ty), mask=ok)
-        tl.store(k_ptr + at * D + at_b, b.to(ty), mask=ok)
+        tl.store(k_ptr + at * D + at_a, k_a.to(ty), mask=ok)
+        tl.store(k_ptr + at * D + at_b, k_b.to(ty), mask=ok)
         tl.store(k_ptr + at * D + rest_at, rest.to(ty), mask=rest_at < D)
         tl.store(v_ptr + at * D + d, v.to(ty), mask=d < D)
         if KV == "int8":
@@ -492,7 +495,7 @@ def _rope_store_kv_triton(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, i
            kv.data[0], kv.data[1], *(kv.scales if int8 else (None, None)), kv.k_scale, kv.v_scale,
            H=H, KH=KH, D=D, ROT=rot, HALF=pow2(max(1, rot // 2)), REST=pow2(max(1, D - rot)),
            DP=pow2(D), INTERLEAVED=interleaved, KV="fp8" if fp8 else "int8" if int8 else "plain",
-           TOP=FP8_MAX.get(kv.data.dtype, 0.0), num_warps=1)
+           TOP=FP8_MAX.get(kv.data.dtype, 0.0), **hardware(1))
     return qkv.view(-1, H + 2 * KH, D)[:, :H]
 
 
@@ -515,7 +518,7 @@ def _argmax_kernel(x_ptr, y_ptr, stride, V, BV: tl.constexpr):
 def _argmax_triton(logits):
     S, V = logits.shape
     y = torch.empty(S, dtype=torch.int64, device=logits.device)
-    launch(_argmax_kernel, (S,), logits, y, logits.stride(0), V, BV=min(4096, pow2(V)), num_warps=8)
+    launch(_argmax_kernel, (S,), logits, y, logits.stride(0), V, BV=min(4096, pow2(V)), **hardware(8, 3))
     return y
 
 
@@ -777,7 +780,7 @@ def _flash_triton(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0
     launch(_flash_kernel, (-(-max_q // (BM // G)), k.shape[1], len(start_q) - 1), q, k, v, out, lse,
            start_q, start_k, scale, softcap, q.stride(0), k.stride(0), H=H, G=G, D=D, DP=max(16, pow2(D)),
            BM=BM, BN=BN, WINDOW=window, SOFTCAP=softcap > 0, TMA=tma, STAGES=stages,
-           PRECISION=precision(q.dtype), num_warps=warps, num_stages=stages)
+           PRECISION=precision(q.dtype), **hardware(warps, stages))
     return out, lse
 
 
@@ -788,16 +791,15 @@ def _flash_backward_triton(do, q, k, v, out, lse, start_q, start_k, max_q, max_k
     DP = max(16, pow2(D))
     delta = torch.empty(T, H, dtype=torch.float32, device=q.device)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    launch(_flash_delta_kernel, (-(-T * H // 64),), out, do, delta, T * H, D=D, DP=DP, BM=64, num_warps=4)
+    launch(_flash_delta_kernel, (-(-T * H // 64),), out, do, delta, T * H, D=D, DP=DP, BM=64, **hardware(4))
     common = dict(H=H, G=H // KH, D=D, DP=DP, WINDOW=window, SOFTCAP=softcap > 0,
                   PRECISION=precision(q.dtype))
     BM, BN, warps, stages = tile_for("flash_dkdv", D, q.dtype)
     launch(_flash_dkdv_kernel, (-(-max_k // BN), KH, S), q, k, v, do, lse, delta, dk, dv, start_q,
-           start_k, scale, softcap, BM=BM, BN=BN, STAGES=stages, num_warps=warps, num_stages=stages,
-           **common)
+           start_k, scale, softcap, BM=BM, BN=BN, STAGES=stages, **hardware(warps, stages), **common)
     BM, BN, warps, stages = tile_for("flash_dq", D, q.dtype)
     launch(_flash_dq_kernel, (-(-max_q // BM), H, S), q, k, v, do, lse, delta, dq, start_q, start_k,
-           scale, softcap, BM=BM, BN=BN, STAGES=stages, num_warps=warps, num_stages=stages, **common)
+           scale, softcap, BM=BM, BN=BN, STAGES=stages, **hardware(warps, stages), **common)
     return dq, dk, dv
 
 
@@ -1000,7 +1002,7 @@ def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None)
         launch(_paged_kernel, (blocks, KH, pieces), q, data[0], data[1], *steps, o, lse, *tables,
                *factors, softcap, q.stride(0), meta.block_table.stride(0), T * H * D, S, BM=BM, BN=BN,
                SHORT=kind == "paged_short", PER=blocks // S, SPLIT=pieces > 1, STAGES=stages,
-               num_warps=warps, num_stages=stages, **common)
+               **hardware(warps, stages), **common)
 
     if meta.max_query_len > SHORT_QUERY:
         run("paged_long", lambda BQ: T // BQ + S, 1, out, lse)
@@ -1013,7 +1015,7 @@ def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None)
     part_lse = torch.empty(pieces, T, H, dtype=torch.float32, device=q.device)
     run("paged_short", lambda BQ: S * -(-short // BQ), pieces, part, part_lse)
     launch(_merge_pieces_kernel, (T, H), part, part_lse, out, lse, *tables[1:], T * H * D, S, H=H, D=D,
-           DP=max(16, pow2(D)), WINDOW=window, LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, num_warps=1)
+           DP=max(16, pow2(D)), WINDOW=window, LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, **hardware(1))
     return out
 
 
@@ -1133,21 +1135,22 @@ def _int4_matmul_kernel(x_ptr, w_ptr, s_ptr, z_ptr, y_ptr, T, N, K, stride_x, GR
     for tile in tl.range(0, tl.cdiv(K, BK), num_stages=STAGES):
         words = tl.load(w_ptr + (tile * KW + r).to(tl.int64)[:, None] * N + n[None, :],
                         mask=(n < N)[None, :], other=0)
-        part = tl.zeros((BM, BN), tl.float32)
         for j in tl.static_range(8):
-            k = tile * BK + j * KW + r
-            at = (tile * BK + j * KW) // GROUP * N + n
-            ok = (n < N) & (tile * BK + j * KW < K)
-            zero = tl.full((BN,), 8.0 + BIAS, tl.float32)
-            if z_ptr is not None:
-                zero = tl.load(z_ptr + at, mask=ok, other=0).to(tl.float32) + BIAS
-            code = _nibble((words >> (4 * j)) & 15, dtype) - zero.to(dtype)[None, :]
-            x = tl.load(x_row + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=0.0)
-            part = tl.dot(x, code, part, input_precision=PRECISION)
-            if ((j + 1) * KW) % GROUP == 0 or j == 7:      # the last slice of a group in this tile
+            k0 = tile * BK + j * KW
+            k = k0 + r
+            if (j * KW) % GROUP == 0:                      # a group of k starts here, or at the tile
+                at = k0 // GROUP * N + n
+                ok = (n < N) & (k0 < K)
                 s = tl.load(s_ptr + at, mask=ok, other=0.0).to(tl.float32)
-                acc += part * s[None, :]
+                z = tl.full((BN,), 8.0 + BIAS, tl.float32)
+                if z_ptr is not None:
+                    z = tl.load(z_ptr + at, mask=ok, other=0).to(tl.float32) + BIAS
                 part = tl.zeros((BM, BN), tl.float32)
+            x = tl.load(x_row + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=0.0)
+            code = _nibble((words >> (4 * j)) & 15, dtype) - z.to(dtype)[None, :]
+            part = tl.dot(x, code, part, input_precision=PRECISION)
+            if ((j + 1) * KW) % GROUP == 0 or j == 7:      # and ends here
+                acc += part * s[None, :]
     tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty),
              mask=(t < T)[:, None] & (n < N)[None, :])
 
@@ -1190,7 +1193,7 @@ def _matmul_triton(kernel, name, x, N, *args, **meta):
     BM, BN, BK, warps, stages = matmul_tile(name, T)
     y = torch.empty(T, N, dtype=x.dtype, device=x.device)
     launch(kernel, (-(-N // BN), -(-T // BM)), x, *args, y, T, N, K, x.stride(0), BM=BM, BN=BN, BK=BK,
-           STAGES=stages, PRECISION=precision(x.dtype), num_warps=warps, num_stages=stages, **meta)
+           STAGES=stages, PRECISION=precision(x.dtype), **hardware(warps, stages), **meta)
     return y
 
 
@@ -1347,12 +1350,12 @@ INLINE void rms_norm(int bf, int wbf, Team *t, const char *x, const char *w, cha
     const char *row = x + (m / inner * ldx + m % inner * E) * z; char *o = out + m * E * z; f32s sum = {};
     for (long i = 0; i < E; i += 16) {
       f32s v = get(bf, row, i, E);
-      if (res) { v += get(bf, res + m * E * z, i, E); put(bf, res + m * E * z, i, E, v); v = get(bf, res + m * E * z, i, E); }
+      if (res) { v += get(0, res + m * E * 4, i, E); put(0, res + m * E * 4, i, E, v); }
       sum += v * v;
     }
-    if (res) row = res + m * E * z;
+    if (res) row = res + m * E * 4;  // the residual stream is fp32
     float scale = 1.f / sqrtf(lanes_sum(sum) / E + eps);
-    for (long i = 0; i < E; i += 16) put(bf, o, i, E, get(bf, row, i, E) * scale * get(wbf, w, i, E));
+    for (long i = 0; i < E; i += 16) put(bf, o, i, E, get(res ? 0 : bf, row, i, E) * scale * get(wbf, w, i, E));
   }
 }
 INLINE void silu_mul(int bf, Team *t, const char *x, char *out, long M, long F, long ldx) {
@@ -1919,13 +1922,14 @@ def run_member(name, x, *args, c_fits=True):
 def rms_norm(x, weight, eps, residual=None):
     """Norm of the last dimension of x, (T, E) or (T, heads, D), in x's dtype.
 
-    With residual (same shape and dtype, contiguous): residual += x in place, and the norm of the sum
-    is returned. Every row's last dimension must be contiguous; rows may be strided (q inside qkv).
+    With residual (same shape, fp32, contiguous): residual += x in place, and the norm of the sum is
+    returned. Why fp32: the stream adds up two contributions per layer, and 60 roundings to bf16 decide
+    near ties. Every row's last dimension must be contiguous; rows may be strided (q inside qkv).
     """
     require(x.dim() in (2, 3) and x.stride(-1) == 1, "rms_norm: x", tuple(x.shape), x.stride())
     require(weight.shape == x.shape[-1:], "rms_norm: weight", tuple(weight.shape), "x", tuple(x.shape))
     if residual is not None:
-        require(residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous(),
+        require(residual.shape == x.shape and residual.dtype == torch.float32 and residual.is_contiguous(),
                 "rms_norm: residual", tuple(residual.shape), residual.dtype)
     return run_member("rms_norm", x, x, weight, eps, residual)
 
