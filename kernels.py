@@ -1473,48 +1473,73 @@ typedef struct {
 } Attn;
 typedef struct { long s, h, heads, r0, r1, c0, c1, first; float *part; } Item;  // kv heads, tokens, chunks
 
+// While one chunk is computed, the next one is asked for, a few rows at a time.
+typedef struct { const char *k[CHUNK], *v[CHUNK]; long n, at, bytes; } Rows;
+INLINE void fetch(Rows *r, long count) {
+  for (long end = least(r->n, r->at + count); r->at < end; r->at++)
+    for (long b = 0; b < r->bytes; b += 64) { __builtin_prefetch(r->k[r->at] + b); __builtin_prefetch(r->v[r->at] + b); }
+}
 // A panel of keys: the words (an fp32, or two bf16) of 32 rows, transposed. 16 x 16 words at a time.
 INLINE void transpose16(u32s *a) {
 #ifdef __AVX512F__
-#define PAIR(n, LO, HI) for (int i = 0; i < 16; i++) if (!(i & n)) { \
-    u32s x = a[i], y = a[i + n]; a[i] = LO; a[i + n] = HI; }
-  PAIR(8, __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-          __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
-  PAIR(4, __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-          __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
-  PAIR(2, __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-          __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
-  PAIR(1, __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-          __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+#define LOW32(x, y) __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH32(x, y) __builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define LOW64(x, y) __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH64(x, y) __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define EVEN128(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD128(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+  u32s b[16];
+  for (int i = 0; i < 16; i += 2) { b[i] = LOW32(a[i], a[i + 1]); b[i + 1] = HIGH32(a[i], a[i + 1]); }
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = LOW64(b[i], b[i + 2]); a[i + 1] = HIGH64(b[i], b[i + 2]);
+    a[i + 2] = LOW64(b[i + 1], b[i + 3]); a[i + 3] = HIGH64(b[i + 1], b[i + 3]);
+  }
+  for (int i = 0; i < 16; i += 8) for (int j = 0; j < 4; j++) {
+    b[i + j] = EVEN128(a[i + j], a[i + j + 4]); b[i + j + 4] = ODD128(a[i + j], a[i + j + 4]);
+  }
+  for (int j = 0; j < 8; j++) { int c = j % 4 + j / 4 * 4; a[c] = EVEN128(b[j], b[j + 8]); a[c + 8] = ODD128(b[j], b[j + 8]); }
 #else
   u32s b[16]; memcpy(b, a, sizeof b);
   for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++) ((uint32_t *)a)[i * 16 + j] = ((uint32_t *)b)[j * 16 + i];
 #endif
 }
-INLINE u32s words(int bf, const char *row, long i, long D) {  // 64 bytes of a row from element i, zeros after its end
-  long left = (D - i) * size_of(bf); row += i * size_of(bf);
-  if (left >= 64) return *(const u32s *)row;
-  char part[64] = {0}; memcpy(part, row, left); return *(const u32s *)part;
+static __attribute__((noinline)) u32s last_words(const char *p, long bytes) {  // the end of a row, then zeros
+  char part[64] = {0}; if (bytes > 0) memcpy(part, p, bytes);
+  return *(const u32s *)part;
 }
-INLINE void pack_keys(int bf, const char **rows, long n, long D, char *panels) {
+INLINE u32s words(const char *p, long bytes) { return bytes >= 64 ? *(const u32s *)p : last_words(p, bytes); }
+INLINE f32s mac(int bf, f32s acc, u32s w, const char *x) {  // the step of `tile`, x one word for all lanes
+  u32s b = splat_word(*(const word *)x);
+  if (bf) return dot2(acc, w, b);
+  return acc + (f32s)w * (f32s)b;
+}
+INLINE void key_words(int bf, const char **rows, long d, long D, u32s *a) {
+  long z = size_of(bf), bytes = (D - d) * z;
+  if (bytes >= 64) for (int i = 0; i < 16; i++) a[i] = *(const u32s *)(rows[i] + d * z);
+  else for (int i = 0; i < 16; i++) a[i] = last_words(rows[i] + d * z, bytes);
+  transpose16(a);
+}
+INLINE void pack_keys(int bf, Rows *now, long D, char *panels) {
   long per = bf ? 32 : 16, words_k = round_up(D, NC) / (bf ? 2 : 1);  // elements in 64 bytes; words in a row
-  for (long t = 0; t < n; t += 16) for (long d = 0; d < D; d += per) {
-    u32s a[16]; for (int i = 0; i < 16; i++) a[i] = words(bf, rows[t + i], d, D);
-    transpose16(a);
+  for (long t = 0; t < now->n; t += 16) for (long d = 0; d < D; d += per) {
+    u32s a[16]; key_words(bf, now->k + t, d, D, a);
     char *to = panels + ((t / NC * words_k + d / per * 16) * NC + t % NC) * 4;
     for (int i = 0; i < 16; i++) *(u32s *)(to + i * NC * 4) = a[i];
   }
 }
 // A panel of values: 32 coordinates of each position. In bf16 positions go in pairs, the even coordinates
 // first and then the odd ones, because that interleaving needs no shuffle; `finish` puts them back in order.
-INLINE void pack_values(int bf, const char **rows, long n, long D, char *panels) {
+INLINE void value_words(int bf, const char **rows, long d, long D, u32s w[2]) {
+  long z = size_of(bf), bytes = (D - d) * z;
+  w[0] = words(rows[0] + d * z, bytes);
+  if (!bf) { w[1] = words(rows[0] + d * z + 64, bytes - 64); return; }
+  u32s x = w[0], y = words(rows[1] + d * z, bytes);
+  w[0] = (x & 0xffffu) | (y << 16); w[1] = (x >> 16) | (y & 0xffff0000u);
+}
+INLINE void pack_values(int bf, Rows *now, long D, char *panels) {
   for (long d = 0; d < D; d += NC) {
     char *to = panels + d / NC * CHUNK * NC * size_of(bf);
-    for (long t = 0; t < n; t += bf ? 2 : 1, to += 128) {
-      u32s x = words(bf, rows[t], d, D), y = bf ? words(bf, rows[t + 1], d, D) : d + 16 < D ? words(bf, rows[t], d + 16, D) : (u32s){};
-      if (bf) { u32s even = (x & 0xffffu) | (y << 16), odd = (x >> 16) | (y & 0xffff0000u); x = even; y = odd; }
-      *(u32s *)to = x; *(u32s *)(to + 64) = y;
-    }
+    for (long t = 0; t < now->n; t += bf ? 2 : 1, to += 128) value_words(bf, now->v + t, d, D, (u32s *)to);
   }
 }
 // One row of state is m, l and o[DP]. Not inlined: every merge must round alike.
@@ -1524,12 +1549,21 @@ static __attribute__((noinline)) void merge(float *to, const float *from, long D
   for (long i = 2; i < DP + 2; i += 16) *(f32s *)(to + i) = *(f32s *)(to + i) * old + *(f32s *)(from + i) * new;
   to[0] = m; to[1] = to[1] * old[0] + from[1] * new[0];
 }
-// R rows of queries against one packed chunk of n positions; row r sees from[r]..to[r]-1. Merged into state.
-INLINE void chunk(int R, int bf, const Attn *a, const char *q, const char *keys, const char *values, long n,
-                  const int *from, const int *to, float *state) {
+// R rows of queries against one chunk; row r sees from[r]..to[r]-1 of its n positions. Merged into state.
+// With `direct` there is one group of rows only: its words are used as they are made and never stored.
+INLINE void chunk(int R, int bf, int direct, const Attn *a, const char *q, const char *keys, const char *values,
+                  Rows *now, Rows *ahead, long rows, long n, const int *from, const int *to, float *state) {
   float s[ROWS][CHUNK], part[a->DP + 2]; char p[ROWS * CHUNK * 4]; f32s c[ROWS][2], o[a->DP / 16 * ROWS];
-  float max[ROWS], sum[ROWS]; long DP = a->DP, z = size_of(bf);
-  for (long t = 0; t < n; t += NC) {
+  float max[ROWS], sum[ROWS]; long DP = a->DP, z = size_of(bf), per = bf ? 32 : 16;
+  if (direct) for (long t = 0; t < n; t += 16) {
+    for (int r = 0; r < R; r++) c[r][0] = (f32s){};
+    for (long d = 0; d < a->D; d += per) {
+      u32s w[16]; key_words(bf, now->k + t, d, a->D, w);
+      for (int i = 0; i < 16; i++) for (int r = 0; r < R; r++) c[r][0] = mac(bf, c[r][0], w[i], q + (r * DP + d) * z + 4 * i);
+    }
+    for (int r = 0; r < R; r++) *(f32s *)(s[r] + t) = c[r][0] * a->scale;
+    fetch(ahead, 8);
+  } else for (long t = 0; t < n; t += NC) {
     tile(bf, R, keys + t * DP * z, q, DP, round_up(a->D, 2), c);
     for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++) *(f32s *)(s[r] + t + 16 * j) = c[r][j] * a->scale;
   }
@@ -1549,11 +1583,20 @@ INLINE void chunk(int R, int bf, const Attn *a, const char *q, const char *keys,
     }
     sum[r] = lanes_sum(total);
   }
-  for (long d = 0; d < DP; d += NC) {
+  if (direct) for (long d = 0; d < DP; d += 2 * NC) {
+    f32s e[ROWS][4]; for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++) e[r][j] = (f32s){};
+    for (long t = 0; t < n; t += bf ? 2 : 1) {
+      u32s w[4]; value_words(bf, now->v + t, d, a->D, w);
+      value_words(bf, now->v + t, d + NC, a->D, w + 2);
+      for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++) e[r][j] = mac(bf, e[r][j], w[j], p + (r * CHUNK + t) * z);
+      if (t % 16 == 0) fetch(ahead, 8);
+    }
+    for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++) if (d + 16 * j < DP) o[(r * DP + d) / 16 + j] = e[r][j];
+  } else for (long d = 0; d < DP; d += NC) {
     tile(bf, R, values + d * CHUNK * z, p, CHUNK, n, c);
     for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++) o[(r * DP + d) / 16 + j] = c[r][j];
   }
-  for (int r = 0; r < R; r++) {
+  for (int r = 0; r < rows; r++) {
     part[0] = max[r]; part[1] = sum[r]; memcpy(part + 2, o + r * DP / 16, DP * 4);
     merge(state + r * (DP + 2), part, DP);
   }
@@ -1601,50 +1644,46 @@ INLINE void finish(int bf, const Attn *a, const Item *w, const float *state) {
     }
   }
 }
-// Addresses of the keys of chunk c; positions outside [lo, hi) point to zeros. Returns the count, whole panels.
-INLINE long chunk_rows(int bf, const Attn *a, const Item *w, long h, long c, long lo, long hi, const char *zeros,
-                       const char **k, const char **v) {
-  long n = round_up(least(CHUNK, hi - c * CHUNK), NC), from = c * CHUNK > lo ? c * CHUNK : lo;
+// Addresses of the rows of chunk c, head h; positions outside [lo, hi) point to zeros. Whole panels.
+INLINE void find_rows(int bf, const Attn *a, const Item *w, long h, long c, long lo, long hi, const char *zeros, Rows *r) {
+  long from = c * CHUNK > lo ? c * CHUNK : lo;
+  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC); r->at = 0; r->bytes = a->D * size_of(bf);
   const int32_t *block = a->table + w->s * a->ld_table + from / a->c.BS; long offset = from % a->c.BS;
-  for (long t = 0; t < n; t++) {
-    if (c * CHUNK + t < lo || c * CHUNK + t >= hi) { k[t] = v[t] = zeros; continue; }
-    k[t] = cache_row(bf, &a->c, *block, offset) + h * a->c.head * size_of(bf);
-    v[t] = k[t] + a->c.plane * size_of(bf);
+  for (long t = 0; t < r->n; t++) {
+    if (c * CHUNK + t < lo || c * CHUNK + t >= hi) { r->k[t] = r->v[t] = zeros; continue; }
+    r->k[t] = cache_row(bf, &a->c, *block, offset) + h * a->c.head * size_of(bf);
+    r->v[t] = r->k[t] + a->c.plane * size_of(bf);
     if (++offset == a->c.BS) { offset = 0; block++; }
   }
-  return n;
 }
 INLINE void run_item(int bf, const Attn *a, const Item *w, char *space, float *state) {
   long G = a->H / a->KH, DP = a->DP, z = size_of(bf), R = (w->r1 - w->r0) * G, rows = R * w->heads;
   long lo = first_seen(a, row_pos(a, w->s, w->r0)), hi = row_pos(a, w->s, w->r1 - 1) + 1;
   char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z, *zeros = q + rows * DP * z;
-  memset(q, 0, (rows + 1) * DP * z);  // queries are padded to DP, and one more row is the zeros
+  memset(q, 0, (rows + ROWS) * DP * z);  // queries are padded to DP, and rows of zeros follow them
   for (long i = 0; i < rows; i++) memcpy(q + i * DP * z, a->q + row_at(a, w, i, a->ldq) * z, a->D * z);
   clear(state, rows, DP);
-  for (long c = w->c0; c < w->c1; c++) for (long h = 0; h < w->heads; h++) {
-    const char *k[CHUNK], *v[CHUNK]; long n = chunk_rows(bf, a, w, w->h + h, c, lo, hi, zeros, k, v);
-#ifdef PFN
-    if (c + 1 < w->c1) {
-      const char *k2[CHUNK], *v2[CHUNK]; long n2 = chunk_rows(bf, a, w, w->h, c + 1, lo, hi, zeros, k2, v2);
-      for (long t = h * n2 / w->heads; t < (h + 1) * n2 / w->heads; t++) for (long b = 0; b < w->heads * a->D * z; b += 64)
-        __builtin_prefetch(k2[t] + b, 0, PFN), __builtin_prefetch(v2[t] + b, 0, PFN);
-    }
-#endif
-    pack_keys(bf, k, n, a->D, keys); pack_values(bf, v, n, a->D, values);
+  int direct = bf && R <= ROWS; Rows rows2[2]; find_rows(bf, a, w, w->h, w->c0, lo, hi, zeros, rows2);
+  for (long c = w->c0, turn = 0; c < w->c1; c++) for (long h = 0; h < w->heads; h++, turn ^= 1) {
+    Rows *now = rows2 + turn, *ahead = rows2 + !turn; long last = h + 1 == w->heads; ahead->n = 0;
+    if (c + last < w->c1) find_rows(bf, a, w, last ? w->h : w->h + h + 1, c + last, lo, hi, zeros, ahead);
+    if (!direct) { pack_keys(bf, now, a->D, keys); pack_values(bf, now, a->D, values); }
     for (long i = 0; i < R; i += ROWS) {
-      int from[ROWS], to[ROWS], most = 0;
+      int from[ROWS] = {0}, to[ROWS] = {0}, most = 0;
       for (long r = 0; r < least(ROWS, R - i); r++) {
         long pos = row_pos(a, w->s, w->r0 + (i + r) / G);
         from[r] = least(CHUNK, first_seen(a, pos) - c * CHUNK > 0 ? first_seen(a, pos) - c * CHUNK : 0);
-        to[r] = least(n, pos + 1 - c * CHUNK); if (to[r] > most) most = to[r];
+        to[r] = least(now->n, pos + 1 - c * CHUNK); if (to[r] > most) most = to[r];
       }
-      if (most > 0) EACH_R(R - i, chunk, bf, a, q + (h * R + i) * DP * z, keys, values, round_up(most, NC), from, to,
-                       state + (h * R + i) * (DP + 2))
+      const char *qi = q + (h * R + i) * DP * z; float *st = state + (h * R + i) * (DP + 2);
+      if (most <= 0) continue;
+      if (bf && direct) EACH_R(R, chunk, bf, 1, a, qi, 0, 0, now, ahead, R, now->n, from, to, st)
+      else chunk(ROWS, bf, 0, a, qi, keys, values, now, ahead, least(ROWS, R - i), round_up(most, NC), from, to, st);
     }
   }
 }
 INLINE size_t item_space(const Attn *a, long z) {
-  return (2 * CHUNK + most_rows(a) + 2) * a->DP * z + 64;
+  return (2 * CHUNK + most_rows(a) + ROWS) * a->DP * z + 64;
 }
 static int few(const Attn *a, int threads) { return threads > 1 && plan(a, 0, 0, 0) < 4 * threads; }
 static size_t shared_space(const Attn *a, int threads) {  // partial results of a split call
