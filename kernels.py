@@ -290,8 +290,10 @@ TILES = {
     ("flash", 512): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
     ("flash_dkdv", 128): ((32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 1)),
     ("flash_dkdv", 256): ((64, 32, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1), (32, 64, 4, 1)),
+    ("flash_dkdv", 512): ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 4, 1)),
     ("flash_dq", 128): ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
     ("flash_dq", 256): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1)),
+    ("flash_dq", 512): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 4, 1)),
     ("paged_short", 128): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 2)),
     ("paged_short", 256): ((16, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
     ("paged_short", 512): ((16, 32, 4, 2), (16, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2)),
@@ -314,8 +316,10 @@ def tile_for(kind, D, dtype):
     """Tile (rows, columns, warps, stages) of an attention kernel on this device."""
     if INTERPRET:
         return (16 if kind == "paged_short" else 32, 32, 4, 1)
+    if dtype == torch.float32:          # exact, for checking: no matrix unit, so registers hold the tiles
+        return (16, 16, 4, 1)
     head = max(128, pow2(D) * dtype.itemsize)
-    return TILES[kind, min(head, 512)][ARCHS.index(arch())]
+    return TILES[kind, head][ARCHS.index(arch())]
 
 
 def matmul_tile(name, T):
@@ -774,7 +778,7 @@ def _flash_triton(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0
     BM = max(BM, pow2(G))
     out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    tma = arch() in TMA_ARCHS and D == pow2(D) and k.stride(0) * k.element_size() % 16 == 0
+    tma = arch() in TMA_ARCHS and D == pow2(D) and q.dtype != torch.float32 and k.stride(0) * k.element_size() % 16 == 0
     if tma:
         triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=q.device))
     launch(_flash_kernel, (-(-max_q // (BM // G)), k.shape[1], len(start_q) - 1), q, k, v, out, lse,
