@@ -3,12 +3,12 @@
 One operation is one pair and one wrapper:
 
     rms_norm_ref        plain torch, fp32 inside, short enough to be checked by eye: the definition
-    _rms_norm_kernel    Triton, for NVIDIA and AMD; runs on a CPU too, slowly, under TRITON_INTERPRET=1
+    _rms_norm_kernel    Triton, for NVIDIA and AMD; on a CPU only under TRITON_INTERPRET=1
     rms_norm_c          C for the CPU, where it pays (bf16 and fp32)
-    rms_norm            the wrapper: checks shapes, types and contiguity, runs one of the three, counts it
+    rms_norm            the wrapper: checks shapes, types, contiguity; runs one and counts it
 
-The table KERNELS lists the operations, the table ATTENTION the attention backends. A test walks both
-and compares every member with its reference, so a new row is tested on arrival.
+The table KERNELS lists the operations, the table ATTENTION the attention backends. A test walks
+both and compares every member with its reference, so a new row is tested on arrival.
 
 CONTENTS
     1  Formats                   AttentionMetadata, LayerKV, number formats of the cache
@@ -50,14 +50,14 @@ try:
     import triton
     import triton.language as tl
     jit = triton.jit
-except ImportError:             # Triton is published for Linux only; elsewhere its members are absent
+except ImportError:             # Triton is published for Linux; elsewhere its members are absent
     triton = tl = None
 
     def jit(fn=None, **options):
         """Stand-in for triton.jit: the kernels below stay plain, uncalled functions."""
         return fn if fn else lambda fn: fn
 
-FORCE: str | None = None     # "torch" or "triton": every wrapper runs that member, whatever the device
+FORCE: str | None = None     # "torch", "triton" or "c": every wrapper runs that member
 
 
 # ======================================================================================================
@@ -71,16 +71,17 @@ FORCE: str | None = None     # "torch" or "triton": every wrapper runs that memb
 #
 # Kernels see the step as one packed batch: T tokens of S sequences back to back, no padding.
 #
-# Invariant: token i of sequence s sits at pos = seq_len - q_len + i and sees max(0, pos-window+1)..pos.
+# Invariant: token i of a sequence sits at pos = seq_len - q_len + i and sees the last `window`
+#   positions up to and including pos, all of them when window is 0.
 # Invariant: a slot that no token was written to is never read, not even to be multiplied by zero.
 
 @dataclass
 class AttentionMetadata:
     """What the attention of one step needs to know; built once, shared by all layers."""
-    query_start_loc: torch.Tensor   # int32 (S+1,): first row of each sequence in the batch; last entry T
-    seq_lens: torch.Tensor          # int32 (S,): tokens in the cache once this step is written; 0 = padding
+    query_start_loc: torch.Tensor   # int32 (S+1,): first row of each sequence; last entry T
+    seq_lens: torch.Tensor          # int32 (S,): tokens in the cache after this step; 0 = padding
     block_table: torch.Tensor       # int32 (S, max_blocks): physical block of each logical block
-    slot_mapping: torch.Tensor      # int64 (T,): cache slot of each token of the step; -1 = write nowhere
+    slot_mapping: torch.Tensor      # int64 (T,): cache slot of each token; -1 = write nowhere
     max_query_len: int
     max_seq_len: int
 
@@ -88,13 +89,13 @@ class AttentionMetadata:
 @dataclass
 class LayerKV:
     """The KV cache of one layer. Keys are stored rotated, values as they are."""
-    data: torch.Tensor                     # (2, NB, BS, KH, D), K then V; bf16, fp16, fp32, fp8 or int8
-    scales: torch.Tensor | None = None     # int8: fp32 (2, NB, BS, KH), one scale per token and head
-    k_scale: float = 1.0                   # fp8: one scale per tensor, from the checkpoint
+    data: torch.Tensor                   # (2, NB, BS, KH, D), K then V; bf16, fp16, fp32, fp8, int8
+    scales: torch.Tensor | None = None   # int8: fp32 (2, NB, BS, KH), one scale per token and head
+    k_scale: float = 1.0                 # fp8: one scale per tensor, from the checkpoint
     v_scale: float = 1.0
 
 
-FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}    # OCP 8-bit formats, saturating
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}    # OCP 8-bit floats
 
 
 def slot_of(pos: int, blocks: list[int], block_size: int) -> int:
@@ -118,11 +119,11 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 #
 #     rms_norm   y = x / sqrt(mean(x^2) + eps) * w
 #     silu_mul   y = g / (1 + exp(-g)) * u
-#     rope       (a, b) -> (a cos - b sin, b cos + a sin)   for each pair of a head, angle pos * theta_i
+#     rope       (a, b) -> (a cos - b sin, b cos + a sin)   for each pair i, angle pos * theta_i
 #     attention  o = softmax(cap(q k^T scale)) v            over the positions a token may see
 #
-# Why: fp32 inside and one rounding at the end. bf16 has 8 significant bits; a sum of 576 squares kept
-#   in bf16 would lose three of them.
+# Why: fp32 inside and one rounding at the end. bf16 has 8 significant bits; a sum of 576 squares
+#   kept in bf16 would lose three of them.
 
 def rms_norm_ref(x, weight, eps, residual=None):
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019)."""
@@ -140,8 +141,8 @@ def silu_mul_ref(gate_up):
 def rope_ref(x, cos_sin, positions, interleaved=False):
     """Rotate (T, heads, D) in place (Su et al. 2021).
 
-    The first rotary_dim = cos_sin.shape[1] dims of a head are turned, the rest pass. Dim i is paired
-    with i + rotary_dim/2 (NeoX) or, interleaved, 2i with 2i + 1 (GPT-J).
+    The first rotary_dim = cos_sin.shape[1] dims of a head are turned, the rest pass. Dim i is
+    paired with i + rotary_dim/2 (NeoX) or, interleaved, 2i with 2i + 1 (GPT-J).
     """
     rot = x[..., :cos_sin.shape[1]]
     cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)    # (T, 1, rotary_dim/2)
@@ -163,7 +164,7 @@ def quantize_kv(x, kv, scale):
 
 
 def store_kv_ref(k, v, kv, slot_mapping):
-    """Write k and v (T, KH, D) to their slots, quantised to the cache's format; slot -1 is skipped."""
+    """Write k and v (T, KH, D) to their slots in the format of the cache; slot -1 is skipped."""
     keep = slot_mapping >= 0
     slots = slot_mapping[keep]
     for half, (x, scale) in enumerate(((k, kv.k_scale), (v, kv.v_scale))):
@@ -183,7 +184,7 @@ def rope_store_kv_ref(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, inter
 
 
 def gather_kv(kv, blocks, n):
-    """K and V of the first n positions of the sequence that owns `blocks`, as fp32 (2, n, KH, D)."""
+    """K and V of the first n positions stored in `blocks`, as fp32 (2, n, KH, D)."""
     ids = blocks[:-(-n // kv.data.shape[2])].long()
     x = as_bytes(kv.data)[:, ids].view(kv.data.dtype).flatten(1, 2)[:, :n].float()
     if kv.data.dtype in FP8_MAX:
@@ -209,15 +210,16 @@ def dense_attention(q, k, v, scale, window=0, softcap=0.0):
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     seen = visible(len(q), len(k), window, q.device)[:, None, None]
     scores = scores.masked_fill(~seen, -math.inf)
-    weights = scores.softmax(-1).masked_fill(~seen, 0.0)                  # softmax of no score is NaN
+    weights = scores.softmax(-1).masked_fill(~seen, 0.0)                  # no score at all: NaN
     out = torch.einsum("qkgn,nkd->qkgd", weights, v.float())
     return out.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
 
 
 def flash_attention_ref(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0):
     """Attention of packed sequences, q (T, H, D), k and v (N, KH, D): (o, lse), differentiable."""
-    starts = list(zip(start_q.tolist(), start_q.tolist()[1:], start_k.tolist(), start_k.tolist()[1:]))
-    pairs = [dense_attention(q[a:b], k[c:d], v[c:d], scale, window, softcap) for a, b, c, d in starts]
+    cut = lambda x, starts: x.tensor_split(starts.tolist()[1:-1])         # one piece per sequence
+    pairs = [dense_attention(*qkv, scale, window, softcap)
+             for qkv in zip(cut(q, start_q), cut(k, start_k), cut(v, start_k))]
     outs, lses = zip(*pairs)
     return torch.cat(outs).to(q.dtype), torch.cat(lses)
 
@@ -270,20 +272,20 @@ def argmax_ref(logits):
 #
 # Invariant: no row of TILES spills, passes the shared memory limit, or misses the matrix unit
 #   (`python bench.py kernels --static` prints the evidence; no GPU is needed to compile).
-# Why: a table and not an autotuner. Tuning needs the device, takes seconds at start-up, and makes two
-#   runs of one program compute different bits.
+# Why: a table and not an autotuner. Tuning needs the device, takes seconds at start-up, and makes
+#   two runs of one program compute different bits.
 # Simplification: consumer chips take the sm_80 row; it stays under their 99 KB of shared memory.
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"     # read by Triton when it is imported, as here
-LOG2E = tl.constexpr(1.4426950408889634) if triton else None    # exp(x) = exp2(x * LOG2E): exp2 is one instruction
-NATIVE_FP8 = {"sm_90", "sm_100", "interpreter"}           # can convert e4m3; the others unpack its bits
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"     # Triton reads it when imported, as here
+LOG2E = tl.constexpr(1.4426950408889634) if triton else None    # exp(x) = exp2(x * LOG2E)
+NATIVE_FP8 = {"sm_90", "sm_100", "interpreter"}    # can convert e4m3; the others unpack its bits
 SPLIT_TOKENS = 256     # context tokens per program of the split attention; a multiple of every tile
 SHORT_QUERY = 8        # sequences with at most this many new tokens take the split attention
 
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-TMA_ARCHS = {"sm_90", "sm_100", "interpreter"}            # have a copy engine that takes tile coordinates
-# operation, bytes of one head padded to a power of two -> (rows, columns, warps, stages), one per ARCHS
+TMA_ARCHS = {"sm_90", "sm_100", "interpreter"}     # have a copy engine that takes coordinates
+# (operation, padded bytes of a head, or rows of x) -> (rows, columns, warps, stages) per ARCHS
 TILES = {
     ("flash", 128): ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
     ("flash", 256): ((64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
@@ -300,15 +302,12 @@ TILES = {
     ("paged_long", 128): ((64, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
     ("paged_long", 256): ((64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1)),
     ("paged_long", 512): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 16, 8, 1)),
-}
-# operation, rows of x -> (rows, columns, depth, warps, stages)
-MATMUL_TILES = {
-    ("int8_matmul", 16): ((16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 64, 4, 2)),
-    ("int8_matmul", 64): ((64, 128, 64, 8, 2), (64, 128, 64, 4, 3), (64, 128, 64, 4, 3), (64, 64, 64, 4, 1)),
-    ("int4_matmul", 16): ((16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 2)),
-    ("int4_matmul", 64): ((32, 64, 128, 4, 2), (64, 64, 128, 4, 2), (64, 64, 128, 4, 2), (64, 64, 128, 4, 1)),
-    ("fp8_matmul", 16): ((16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 3), (16, 64, 128, 4, 1)),
-    ("fp8_matmul", 64): ((64, 64, 128, 8, 2), (64, 64, 128, 4, 3), (64, 64, 128, 4, 3), (64, 64, 128, 4, 1)),
+    ("int8_matmul", 16): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 1)),
+    ("int8_matmul", 64): ((64, 64, 4, 2), (64, 128, 4, 3), (64, 128, 4, 3), (64, 64, 4, 1)),
+    ("int4_matmul", 16): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 2)),
+    ("int4_matmul", 64): ((32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
+    ("fp8_matmul", 16): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 1)),
+    ("fp8_matmul", 64): ((64, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 1)),
 }
 
 
@@ -316,17 +315,10 @@ def tile_for(kind, D, dtype):
     """Tile (rows, columns, warps, stages) of an attention kernel on this device."""
     if INTERPRET:
         return (16 if kind == "paged_short" else 32, 32, 4, 1)
-    if dtype == torch.float32:          # exact, for checking: no matrix unit, so registers hold the tiles
+    if dtype == torch.float32:          # exact, for checking: no matrix unit, registers hold tiles
         return (16, 16, 4, 1)
     head = max(128, pow2(D) * dtype.itemsize)
     return TILES[kind, head][ARCHS.index(arch())]
-
-
-def matmul_tile(name, T):
-    """Tile (rows, columns, depth, warps, stages) of a matrix product with T rows of x."""
-    if INTERPRET:
-        return (16, 64, 128, 4, 1)
-    return MATMUL_TILES[name, 16 if T <= 16 else 64][ARCHS.index(arch())]
 
 
 def arch():
@@ -361,20 +353,21 @@ def pow2(n):
 
 
 def precision(dtype):
-    """How tl.dot multiplies: fp32 must be exact here, TF32 would keep 10 of its 23 mantissa bits."""
+    """How tl.dot multiplies: fp32 must stay exact, TF32 keeps 10 of its 23 mantissa bits."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 # ======================================================================================================
 # 4  Memory-bound kernels
 # ======================================================================================================
-# These do a handful of operations per byte, and a GPU can do hundreds in the time one byte takes. Time
-# is bytes moved; the only ways to be faster are to move each byte once and to move nothing twice.
+# These do a handful of operations per byte, and a GPU can do hundreds in the time one byte takes.
+# Time is bytes moved; the only ways to be faster are to move each byte once and to move nothing
+# twice.
 #
 #     operation        reads             writes            fused, and what that saves
 #     rms_norm         x, residual       residual, y       the sum: one write and one read of (T, E)
 #     silu_mul         gate, up          y                 silu: one write and one read of (T, F)
-#     rope_store_kv    qkv               q, k, cache       rotation + quantising: one read of k and v
+#     rope_store_kv    qkv               q, k, cache       rotation, quantising: a read of k and v
 #     argmax           logits            one int a row
 #
 # Why: fp32 in registers costs nothing here; only what crosses the memory bus has a narrow type.
@@ -441,10 +434,10 @@ def _to_cache(x, amax, factor, KV: tl.constexpr, TOP: tl.constexpr):
 
 @jit
 def _rope_store_kv_kernel(
-        qkv_ptr, cos_sin_ptr, pos_ptr, slot_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, k_scale, v_scale,
-        H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr, HALF: tl.constexpr,
-        REST: tl.constexpr, DP: tl.constexpr, INTERLEAVED: tl.constexpr, KV: tl.constexpr,
-        TOP: tl.constexpr):
+        qkv_ptr, cos_sin_ptr, pos_ptr, slot_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, k_scale,
+        v_scale, H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, ROT: tl.constexpr,
+        HALF: tl.constexpr, REST: tl.constexpr, DP: tl.constexpr, INTERLEAVED: tl.constexpr,
+        KV: tl.constexpr, TOP: tl.constexpr):
     """One program, one head of one token: a query head, or a key head together with its value head.
 
         head:  | a: ROT/2 | b: ROT/2 | rest |      a' = a cos - b sin     b' = b cos + a sin
@@ -474,7 +467,7 @@ def _rope_store_kv_kernel(
         rest_at = ROT + tl.arange(0, REST)
         v = tl.load(row + (h + KH) * D + d, mask=d < D, other=0.0).to(tl.float32)
         rest = tl.load(row + h * D + rest_at, mask=rest_at < D, other=0.0).to(tl.float32)
-        k_a, k_b = a.to(tl.float32), b.to(tl.float32)     # the cache holds what q k^T would have read
+        k_a, k_b = a.to(tl.float32), b.to(tl.float32)     # rounded as in q k^T
         k_max = tl.max(tl.maximum(tl.maximum(tl.abs(k_a), tl.abs(k_b)), tl.max(tl.abs(rest), 0)), 0)
         k_a, k_step = _to_cache(k_a, k_max, k_scale, KV, TOP)
         k_b, k_step = _to_cache(k_b, k_max, k_scale, KV, TOP)
@@ -505,7 +498,7 @@ def _rope_store_kv_triton(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, i
 
 @jit
 def _argmax_kernel(x_ptr, y_ptr, stride, V, BV: tl.constexpr):
-    """One program, one row. Each lane keeps its first maximum; the last step takes the lowest index."""
+    """One program, one row. A lane keeps its first maximum; the lowest index of all wins."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BV)
     best = tl.full((BV,), float("-inf"), tl.float32)
@@ -522,15 +515,16 @@ def _argmax_kernel(x_ptr, y_ptr, stride, V, BV: tl.constexpr):
 def _argmax_triton(logits):
     S, V = logits.shape
     y = torch.empty(S, dtype=torch.int64, device=logits.device)
-    launch(_argmax_kernel, (S,), logits, y, logits.stride(0), V, BV=min(4096, pow2(V)), **hardware(8, 3))
+    launch(_argmax_kernel, (S,), logits, y, logits.stride(0), V, BV=min(4096, pow2(V)),
+           **hardware(8, 3))
     return y
 
 
 # ======================================================================================================
 # 5  Flash attention
 # ======================================================================================================
-# Attention over n keys needs an n x n matrix of scores that is used once. Flash attention (Dao et al.
-# 2022, 2023) never writes it: a tile of scores is made, used and forgotten in registers.
+# Attention over n keys needs an n x n matrix of scores that is used once. Flash attention (Dao et
+# al. 2022, 2023) never writes it: a tile of scores is made, used and forgotten in registers.
 #
 #              keys -->                      for each tile of keys, with scores s (rows x BN):
 #     q tile  [ s0 ][ s1 ][ s2 ]                 m' = max(m, rowmax s)
@@ -539,24 +533,24 @@ def _argmax_triton(logits):
 #                                                A  = A alpha + p v
 #                                            at the end:  o = A / l,  lse = m + log l
 #
-# alpha repairs what was summed under the old maximum; without it the result is wrong by exp(m' - m).
-# One row is one query token and one head. The G heads that share a KV head are rows of one tile, so K and
-# V are read once for all of them:  row r = token r // G, head r % G.
+# alpha repairs what was summed under the old maximum; without it the result is wrong by exp(m' -
+# m). One row is one query token and one head. The G heads that share a KV head are rows of one
+# tile, so K and V are read once for all of them:  row r = token r // G, head r % G.
 #
-# Bytes, one head of N tokens, fp16 units of elements: plain 4 N^2 + 4 N D; here 2 N D + N + 2 N D per
-# tile of queries (section 11 has the formulas and the article's table).
+# Bytes, one head of N tokens, fp16 units of elements: plain 4 N^2 + 4 N D; here 2 N D + N + 2 N D
+# per tile of queries (section 11 has the formulas and the article's table).
 #
 # Invariant: hidden scores are -inf, and V of a hidden key is 0: 0 * NaN would be NaN.
-# Invariant: a row that sees nothing has m = -inf; it is replaced by 0 before the subtraction, so such a
-#   row is 0 and its lse -inf.
+# Invariant: a row that sees nothing has m = -inf; it is replaced by 0 before the subtraction, so
+#   such a row is 0 and its lse -inf.
 # Why: log2 inside. exp(x) is exp2(x log2 e) in hardware, so log2 e is folded into the scale once.
-# Simplification: production kernels skip the mask on tiles below the diagonal, and overlap the softmax
-#   of one tile with the products of the next by hand (FlashAttention-3).
+# Simplification: production kernels skip the mask on tiles below the diagonal, and overlap the
+#   softmax of one tile with the products of the next by hand (FlashAttention-3).
 
 @jit
 def _scores(dot, cols, pos, row_ok, col_ok, scale, softcap, SOFTCAP: tl.constexpr,
             WINDOW: tl.constexpr):
-    """Raw q.k -> log2 scores with hidden pairs at -inf, and d capped / d raw (1 without a softcap)."""
+    """Raw q.k -> log2 scores, hidden pairs at -inf, and d capped / d raw (1 with no softcap)."""
     s = dot * scale
     slope = 1.0
     if SOFTCAP:
@@ -595,8 +589,8 @@ def _flash_kernel(
         TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (query blocks, KV heads, sequences). Reads q once, K and V once per query block.
 
-    TMA (Hopper): one thread asks the copy engine for a whole tile by coordinates; the others compute
-    no addresses. Same result, fewer registers.
+    TMA (Hopper): one thread asks the copy engine for a whole tile by coordinates; the others
+    compute no addresses. Same result, fewer registers.
     """
     kvh = tl.program_id(1)
     seq = tl.program_id(2)
@@ -667,13 +661,13 @@ def _flash_delta_kernel(o_ptr, do_ptr, delta_ptr, rows, D: tl.constexpr, DP: tl.
 
 @jit
 def _flash_dkdv_kernel(
-        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, start_q_ptr, start_k_ptr, scale,
-        softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, start_q_ptr, start_k_ptr,
+        scale, softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
         BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
         STAGES: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (key blocks, KV heads, sequences). One program owns one tile of dK and dV.
 
-    P is recomputed from the saved lse, transposed (keys x queries), for every query head of the group:
+    P is recomputed from the saved lse, transposed (keys x queries), for each head of the group:
         P^T = exp(S^T - lse)      dV += P^T dO      dS = P (dP - delta)      dK += dS^T Q scale
     Why: the owner of a tile sums it alone, in one order. No atomics, so the result is reproducible.
     """
@@ -725,9 +719,10 @@ def _flash_dkdv_kernel(
 
 @jit
 def _flash_dq_kernel(
-        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, start_q_ptr, start_k_ptr, scale, softcap,
-        H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-        BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, start_q_ptr, start_k_ptr, scale,
+        softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+        BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+        STAGES: tl.constexpr,
         PRECISION: tl.constexpr):
     """Grid (query blocks, query heads, sequences). One program owns one tile of dQ = dS K scale."""
     h = tl.program_id(1)
@@ -762,8 +757,9 @@ def _flash_dq_kernel(
         tile_ok = (n < k_len)[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + tile, mask=tile_ok, other=0.0)
         v = tl.load(v_ptr + tile, mask=tile_ok, other=0.0)
-        s, slope = _scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), n[None, :], pos[:, None],
-                           i_ok[:, None], (n < k_len)[None, :], scale, softcap, SOFTCAP, WINDOW)
+        dot = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s, slope = _scores(dot, n[None, :], pos[:, None], i_ok[:, None], (n < k_len)[None, :],
+                           scale, softcap, SOFTCAP, WINDOW)
         p = tl.exp2(s - lse[:, None])
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None]) * slope
@@ -778,13 +774,15 @@ def _flash_triton(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0
     BM = max(BM, pow2(G))
     out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
-    tma = arch() in TMA_ARCHS and D == pow2(D) and q.dtype != torch.float32 and k.stride(0) * k.element_size() % 16 == 0
-    if tma:
-        triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=q.device))
+    tma = (arch() in TMA_ARCHS and q.dtype != torch.float32 and D == pow2(D)
+           and k.stride(0) * k.element_size() % 16 == 0)
+    if tma:                             # the descriptors are built in memory that Triton asks for
+        room = lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=q.device)
+        triton.set_allocator(room)
     launch(_flash_kernel, (-(-max_q // (BM // G)), k.shape[1], len(start_q) - 1), q, k, v, out, lse,
-           start_q, start_k, scale, softcap, q.stride(0), k.stride(0), H=H, G=G, D=D, DP=max(16, pow2(D)),
-           BM=BM, BN=BN, WINDOW=window, SOFTCAP=softcap > 0, TMA=tma, STAGES=stages,
-           PRECISION=precision(q.dtype), **hardware(warps, stages))
+           start_q, start_k, scale, softcap, q.stride(0), k.stride(0), H=H, G=G, D=D,
+           DP=max(16, pow2(D)), BM=BM, BN=BN, WINDOW=window, SOFTCAP=softcap > 0, TMA=tma,
+           STAGES=stages, PRECISION=precision(q.dtype), **hardware(warps, stages))
     return out, lse
 
 
@@ -795,12 +793,14 @@ def _flash_backward_triton(do, q, k, v, out, lse, start_q, start_k, max_q, max_k
     DP = max(16, pow2(D))
     delta = torch.empty(T, H, dtype=torch.float32, device=q.device)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    launch(_flash_delta_kernel, (-(-T * H // 64),), out, do, delta, T * H, D=D, DP=DP, BM=64, **hardware(4))
+    launch(_flash_delta_kernel, (-(-T * H // 64),), out, do, delta, T * H, D=D, DP=DP, BM=64,
+           **hardware(4))
     common = dict(H=H, G=H // KH, D=D, DP=DP, WINDOW=window, SOFTCAP=softcap > 0,
                   PRECISION=precision(q.dtype))
     BM, BN, warps, stages = tile_for("flash_dkdv", D, q.dtype)
     launch(_flash_dkdv_kernel, (-(-max_k // BN), KH, S), q, k, v, do, lse, delta, dk, dv, start_q,
-           start_k, scale, softcap, BM=BM, BN=BN, STAGES=stages, **hardware(warps, stages), **common)
+           start_k, scale, softcap, BM=BM, BN=BN, STAGES=stages, **hardware(warps, stages),
+           **common)
     BM, BN, warps, stages = tile_for("flash_dq", D, q.dtype)
     launch(_flash_dq_kernel, (-(-max_q // BM), H, S), q, k, v, do, lse, delta, dq, start_q, start_k,
            scale, softcap, BM=BM, BN=BN, STAGES=stages, **hardware(warps, stages), **common)
@@ -810,26 +810,27 @@ def _flash_backward_triton(do, q, k, v, out, lse, start_q, start_k, max_q, max_k
 # ======================================================================================================
 # 6  Paged attention
 # ======================================================================================================
-# The flash kernel with two changes: keys are found through the block table, and a long context may be
-# cut in pieces that run at the same time (flash decoding).
+# The flash kernel with two changes: keys are found through the block table, and a long context may
+# be cut in pieces that run at the same time (flash decoding).
 #
 #     short sequences (at most SHORT_QUERY new tokens: decode, verification)
-#         grid (S * PER, KH, pieces of SPLIT_TOKENS context tokens), PER = blocks of the longest of them
+#         grid (S * PER, KH, pieces of SPLIT_TOKENS context tokens), PER query blocks each
 #         piece c: (o_c, lse_c) in fp32   ->   merge: o = sum_c exp(lse_c - lse) o_c
 #     long sequences (prefill, chunks)
 #         grid (T // BQ + S, KH, 1); sequence s starts at query block start[s] // BQ + s
 #
-# A decode step of one sequence has KH programs without the cut and KH * n / 256 with it: 8 heads at 8,192
-# tokens give 256 programs for 132 multiprocessors instead of 8.
+# A decode step of one sequence has KH programs without the cut and KH * n / 256 with it: 8 heads at
+# 8,192 tokens give 256 programs for 132 multiprocessors instead of 8.
 #
 # Bytes: every K and V element of the context once, 2 n KH D; a piece adds 2 (D + 1) fp32 per row.
 #
-# Invariant: which launch serves a sequence, and where its context is cut, depend on that sequence alone,
-#   so a decode step gives the same bits whatever else is in the batch.
+# Invariant: which launch serves a sequence, and where its context is cut, depend on that sequence
+#   alone, so a decode step gives the same bits whatever else is in the batch.
 # Invariant: a query block never spans two sequences; row r of it is token r // G, head r % G.
-# Why: block ids become int64 before they are multiplied: 2^31 elements are 4 GiB of bf16, a small cache.
-# Simplification: long sequences are not cut; a lone chunk at the end of a long context leaves processors
-#   idle. The mask is computed on every tile, although only the last ones need it.
+# Why: block ids become int64 before they are multiplied: 2^31 elements are 4 GiB of bf16, a small
+#   cache.
+# Simplification: long sequences are not cut; a lone chunk at the end of a long context leaves
+#   processors idle. The mask is computed on every tile, although only the last ones need it.
 
 @jit
 def _find_sequence(start_ptr, block, num_seqs, BQ: tl.constexpr, GAP: tl.constexpr):
@@ -847,7 +848,7 @@ def _find_sequence(start_ptr, block, num_seqs, BQ: tl.constexpr, GAP: tl.constex
 
 @jit
 def _load_kv(ptrs, mask, dtype: tl.constexpr, KV: tl.constexpr):
-    """A tile of the cache in the dtype of q. e4m3 bits move into fp16, whose value is then 2^-8 of it."""
+    """A tile of the cache in the dtype of q; e4m3 bits are moved into fp16 as value / 256."""
     x = tl.load(ptrs, mask=mask, other=0.0)
     if KV == "e4m3_bits":
         bits = x.to(tl.uint16)
@@ -857,8 +858,8 @@ def _load_kv(ptrs, mask, dtype: tl.constexpr, KV: tl.constexpr):
 
 @jit(do_not_specialize=["num_seqs", "stride_table"])
 def _paged_kernel(
-        q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, out_ptr, lse_ptr, table_ptr, start_ptr, len_ptr,
-        k_factor, v_factor, softcap, stride_q, stride_table, stride_piece, num_seqs,
+        q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, out_ptr, lse_ptr, table_ptr, start_ptr,
+        len_ptr, k_factor, v_factor, softcap, stride_q, stride_table, stride_piece, num_seqs,
         H: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr,
         BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
         KV: tl.constexpr, SHORT: tl.constexpr, LIMIT: tl.constexpr, PER: tl.constexpr,
@@ -901,7 +902,8 @@ def _paged_kernel(
     row_ok = (r < BQ * G) & (token < q_len)
     mask = row_ok[:, None] & (d < D)[None, :]
     row = (q0 + token).to(tl.int64)
-    q = tl.load(q_ptr + row[:, None] * stride_q + (head * D)[:, None] + d[None, :], mask=mask, other=0.0)
+    q_at = row[:, None] * stride_q + (head * D)[:, None] + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=mask, other=0.0)
     table_row = table_ptr + seq.to(tl.int64) * stride_table
     m = tl.full((BM,), float("-inf"), tl.float32)
     l = tl.zeros((BM,), tl.float32)
@@ -934,14 +936,15 @@ def _paged_kernel(
     if lse_ptr is not None:
         if not SPLIT:
             lse = lse / LOG2E
-        tl.store(lse_ptr + piece.to(tl.int64) * (stride_piece // D) + row * H + head, lse, mask=row_ok)
+        at = piece.to(tl.int64) * (stride_piece // D) + row * H + head
+        tl.store(lse_ptr + at, lse, mask=row_ok)
 
 
 @jit(do_not_specialize=["num_seqs"])
 def _merge_pieces_kernel(
         part_ptr, part_lse_ptr, out_ptr, lse_ptr, start_ptr, len_ptr, stride_piece, num_seqs,
-        H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr, LIMIT: tl.constexpr,
-        PIECE: tl.constexpr):
+        H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr,
+        LIMIT: tl.constexpr, PIECE: tl.constexpr):
     """Grid (T, H): merge the pieces that this row saw, in order, as if each were one tile."""
     t = tl.program_id(0)
     h = tl.program_id(1)
@@ -996,16 +999,16 @@ def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None)
     factors = (scale * factor * (kv.k_scale if fp8 else 1.0), factor * (kv.v_scale if fp8 else 1.0))
     out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     tables = (meta.block_table, meta.query_start_loc, meta.seq_lens)
-    common = dict(H=H, KH=KH, D=D, DP=max(16, pow2(D)), BS=BS, WINDOW=window, SOFTCAP=softcap > 0, KV=fmt,
-                  LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, PRECISION=precision(q.dtype))
+    common = dict(H=H, KH=KH, D=D, DP=max(16, pow2(D)), BS=BS, WINDOW=window, SOFTCAP=softcap > 0,
+                  KV=fmt, LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, PRECISION=precision(q.dtype))
 
     def run(kind, grid_x, pieces, o, lse):
         BM, BN, warps, stages = tile_for(kind, D, q.dtype)
         BM = max(BM, pow2(H // KH))
         blocks = grid_x(BM // (H // KH))
         launch(_paged_kernel, (blocks, KH, pieces), q, data[0], data[1], *steps, o, lse, *tables,
-               *factors, softcap, q.stride(0), meta.block_table.stride(0), T * H * D, S, BM=BM, BN=BN,
-               SHORT=kind == "paged_short", PER=blocks // S, SPLIT=pieces > 1, STAGES=stages,
+               *factors, softcap, q.stride(0), meta.block_table.stride(0), T * H * D, S, BM=BM,
+               BN=BN, SHORT=kind == "paged_short", PER=blocks // S, SPLIT=pieces > 1, STAGES=stages,
                **hardware(warps, stages), **common)
 
     if meta.max_query_len > SHORT_QUERY:
@@ -1018,41 +1021,43 @@ def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None)
     part = torch.empty(pieces, T, H, D, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(pieces, T, H, dtype=torch.float32, device=q.device)
     run("paged_short", lambda BQ: S * -(-short // BQ), pieces, part, part_lse)
-    launch(_merge_pieces_kernel, (T, H), part, part_lse, out, lse, *tables[1:], T * H * D, S, H=H, D=D,
-           DP=max(16, pow2(D)), WINDOW=window, LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, **hardware(1))
+    launch(_merge_pieces_kernel, (T, H), part, part_lse, out, lse, *tables[1:], T * H * D, S, H=H,
+           D=D, DP=max(16, pow2(D)), WINDOW=window, LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS,
+           **hardware(1))
     return out
 
 
 # ======================================================================================================
 # 7  Narrow weights
 # ======================================================================================================
-# A decode step reads every weight once for a handful of rows, so its time is the bytes of the weights:
-# 4-bit codes are a quarter of bf16. The codes are widened in registers, next to the matrix unit.
+# A decode step reads every weight once for a handful of rows, so its time is the bytes of the
+# weights: 4-bit codes are a quarter of bf16. The codes are widened in registers, next to the matrix
+# unit.
 #
 #     int8_matmul   w int8 (N, K), one scale per output row:        y = (x w^T) * s
-#     int4_matmul   w 4-bit (K, N), scale and zero per group of k:  y = sum_g s_g * (x_g (q_g - z_g))
+#     int4_matmul   w 4-bit (K, N), scale, zero per group of k:  y = sum_g s_g * (x_g (q_g - z_g))
 #     fp8_matmul    w e4m3 (N, K), one scale per 128 x 128 block:   y = sum_b s_b * (x_b w_b^T)
 #
-# Scales multiply the fp32 sums and not the weights: the codes are exact in bf16, so nothing is rounded
-# before the product. int4 words are stored in the order in which a tile is unpacked:
+# Scales multiply the fp32 sums and not the weights: the codes are exact in bf16, so nothing is
+# rounded before the product. int4 words are stored in the order in which a tile is unpacked:
 #
 #     one word, tile of 128 k:   nibble 7 ...  nibble 1   nibble 0       nibble j of word r is row
 #                                k=112+r  ...  k=16+r     k=r            k = 16 j + r of its tile
 #
 # so `(word >> 4 j) & 15` is already a tile of 16 x N: no shuffle between threads.
-# Why: 0x4300 | code is the bf16 number 128 + code. An OR replaces the integer-to-float conversion, of
-#   which a multiprocessor can do only 16 per clock.
+# Why: 0x4300 | code is the bf16 number 128 + code. An OR replaces the integer-to-float conversion,
+#   of which a multiprocessor can do only 16 per clock.
 # Simplification: no split along K for a few rows, and no repacking for the registers of one matrix
 #   instruction (Marlin does both).
 
-INT4_TILE = 128        # rows of k that are packed together
+DEPTH = 128        # k per tile: int4 rows packed together, and the block of one fp8 scale
 
 
 def pack_int4(codes):
     """4-bit codes (K, N) in 0..15 -> int32 words (ceil(K / 128) * 16, N); missing rows hold 0."""
     K, N = codes.shape
-    padded = F.pad(codes.to(torch.int64), (0, 0, 0, -K % INT4_TILE))
-    nibbles = padded.view(-1, 8, INT4_TILE // 8, N) << (4 * torch.arange(8, device=codes.device)
+    padded = F.pad(codes.to(torch.int64), (0, 0, 0, -K % DEPTH))
+    nibbles = padded.view(-1, 8, DEPTH // 8, N) << (4 * torch.arange(8, device=codes.device)
                                                         ).view(1, 8, 1, 1)
     words = nibbles.sum(1)                                       # (tiles, 16, N), up to 2^32 - 1
     return (words - ((words >> 31) << 32)).to(torch.int32).view(-1, N)
@@ -1060,7 +1065,7 @@ def pack_int4(codes):
 
 def unpack_int4(words, K):
     """The inverse of pack_int4: codes (K, N), int32."""
-    tiles = words.view(-1, 1, INT4_TILE // 8, words.shape[1])
+    tiles = words.view(-1, 1, DEPTH // 8, words.shape[1])
     shifts = (4 * torch.arange(8, device=words.device, dtype=torch.int32)).view(1, 8, 1, 1)
     return ((tiles >> shifts) & 15).view(-1, words.shape[1])[:K]
 
@@ -1110,7 +1115,8 @@ def _int8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.co
         acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision=PRECISION)
     s = tl.load(s_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :],
-             (acc * s[None, :]).to(y_ptr.dtype.element_ty), mask=(t < T)[:, None] & (n < N)[None, :])
+             (acc * s[None, :]).to(y_ptr.dtype.element_ty),
+             mask=(t < T)[:, None] & (n < N)[None, :])
 
 
 @jit
@@ -1142,7 +1148,7 @@ def _int4_matmul_kernel(x_ptr, w_ptr, s_ptr, z_ptr, y_ptr, T, N, K, stride_x, GR
         for j in tl.static_range(8):
             k0 = tile * BK + j * KW
             k = k0 + r
-            if (j * KW) % GROUP == 0:                      # a group of k starts here, or at the tile
+            if (j * KW) % GROUP == 0:                      # a group of k, or the tile, starts
                 at = k0 // GROUP * N + n
                 ok = (n < N) & (k0 < K)
                 s = tl.load(s_ptr + at, mask=ok, other=0.0).to(tl.float32)
@@ -1153,7 +1159,7 @@ def _int4_matmul_kernel(x_ptr, w_ptr, s_ptr, z_ptr, y_ptr, T, N, K, stride_x, GR
             x = tl.load(x_row + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=0.0)
             code = _nibble((words >> (4 * j)) & 15, dtype) - z.to(dtype)[None, :]
             part = tl.dot(x, code, part, input_precision=PRECISION)
-            if ((j + 1) * KW) % GROUP == 0 or j == 7:      # and ends here
+            if ((j + 1) * KW) % GROUP == 0 or j == 7:      # and ends
                 acc += part * s[None, :]
     tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty),
              mask=(t < T)[:, None] & (n < N)[None, :])
@@ -1163,7 +1169,8 @@ def _int4_matmul_kernel(x_ptr, w_ptr, s_ptr, z_ptr, y_ptr, T, N, K, stride_x, GR
 def _fp8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.constexpr,
                        BN: tl.constexpr, BK: tl.constexpr, FP8_INPUTS: tl.constexpr,
                        BITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
-    """Grid (N / BN, T / BM); BK is the scale block, 128. BITS: e4m3 arrives as uint8 and is unpacked.
+    """Grid (N / BN, T / BM); BK is the scale block, 128. BITS: e4m3 arrives as uint8 and is
+    unpacked.
 
     FP8_INPUTS casts a tile of x in registers, so the cast moves no bytes; it is repeated for each
     column block, N / BN casts of T K elements against 2 T N K operations of the product.
@@ -1185,8 +1192,10 @@ def _fp8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.con
             x8 = (x.to(tl.float32) / step[:, None]).to(w.dtype)
             acc += tl.dot(x8, tl.trans(w)) * (step * s)[:, None]
         else:
-            w = _load_kv(w_ptr + w_row + k[None, :], w_ok, x.dtype, "e4m3_bits" if BITS else "plain")
-            acc += tl.dot(x, tl.trans(w), input_precision=PRECISION) * (s * 256.0 if BITS else s)
+            fmt: tl.constexpr = "e4m3_bits" if BITS else "plain"
+            w = _load_kv(w_ptr + w_row + k[None, :], w_ok, x.dtype, fmt)
+            dot = tl.dot(x, tl.trans(w), input_precision=PRECISION)
+            acc += dot * (s * 256.0 if BITS else s)
     tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty),
              mask=(t < T)[:, None] & (n < N)[None, :])
 
@@ -1194,10 +1203,12 @@ def _fp8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.con
 def _matmul_triton(kernel, name, x, N, *args, **meta):
     """Launch one of the three products: tiles by the number of rows, y (T, N)."""
     T, K = x.shape
-    BM, BN, BK, warps, stages = matmul_tile(name, T)
+    BM, BN, warps, stages = (16, 64, 4, 1)
+    if not INTERPRET:
+        BM, BN, warps, stages = TILES[name, 16 if T <= 16 else 64][ARCHS.index(arch())]
     y = torch.empty(T, N, dtype=x.dtype, device=x.device)
-    launch(kernel, (-(-N // BN), -(-T // BM)), x, *args, y, T, N, K, x.stride(0), BM=BM, BN=BN, BK=BK,
-           STAGES=stages, PRECISION=precision(x.dtype), **hardware(warps, stages), **meta)
+    launch(kernel, (-(-N // BN), -(-T // BM)), x, *args, y, T, N, K, x.stride(0), BM=BM, BN=BN,
+           BK=DEPTH, STAGES=stages, PRECISION=precision(x.dtype), **hardware(warps, stages), **meta)
     return y
 
 
@@ -1207,8 +1218,8 @@ def _int8_matmul_triton(x, weight, scale):
 
 def _int4_matmul_triton(x, words, scales, zeros, group):
     bias = {torch.bfloat16: 128.0, torch.float16: 1024.0}.get(x.dtype, 0.0)
-    return _matmul_triton(_int4_matmul_kernel, "int4_matmul", x, words.shape[1], words, scales, zeros,
-                          GROUP=group, BIAS=bias)
+    return _matmul_triton(_int4_matmul_kernel, "int4_matmul", x, words.shape[1], words, scales,
+                          zeros, GROUP=group, BIAS=bias)
 
 
 def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
@@ -1918,15 +1929,15 @@ def linear_c(x, packed, N, K, bias=None):
 # ======================================================================================================
 # 9  Wrappers
 # ======================================================================================================
-# One public function per operation. It refuses what the kernels cannot do, with the reason, then runs
-# one member of the pair:
+# One public function per operation. It refuses what the kernels cannot do, with the reason, then
+# runs one member of the pair:
 #
 #     FORCE set           that member                       (tests)
 #     tensor on a GPU     Triton
 #     CPU, bf16 or fp32   C, when a compiler was found
 #     otherwise           the reference
 #
-# Invariant: KERNELS[name].executed counts what ran, by member; nothing is selected without being counted.
+# Invariant: KERNELS[name].executed counts what ran, by member.
 
 C_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -1966,14 +1977,17 @@ def rms_norm(x, weight, eps, residual=None):
     """Norm of the last dimension of x, (T, E) or (T, heads, D), in x's dtype.
 
     With residual (same shape, fp32, contiguous): residual += x in place, and the norm of the sum is
-    returned. Why fp32: the stream adds up two contributions per layer, and 60 roundings to bf16 decide
-    near ties. Every row's last dimension must be contiguous; rows may be strided (q inside qkv).
+    returned. Why fp32: the stream adds up two contributions per layer, and 60 roundings to bf16
+    decide near ties. Every row's last dimension must be contiguous; rows may be strided (q inside
+    qkv).
     """
     require(x.dim() in (2, 3) and x.stride(-1) == 1, "rms_norm: x", tuple(x.shape), x.stride())
-    require(weight.shape == x.shape[-1:], "rms_norm: weight", tuple(weight.shape), "x", tuple(x.shape))
+    require(weight.shape == x.shape[-1:], "rms_norm: weight", tuple(weight.shape), "x",
+            tuple(x.shape))
     if residual is not None:
-        require(residual.shape == x.shape and residual.dtype == torch.float32 and residual.is_contiguous(),
-                "rms_norm: residual", tuple(residual.shape), residual.dtype)
+        require(residual.shape == x.shape and residual.dtype == torch.float32
+                and residual.is_contiguous(), "rms_norm: residual", tuple(residual.shape),
+                residual.dtype)
     return run_member("rms_norm", x, x, weight, eps, residual)
 
 
@@ -1985,7 +1999,7 @@ def silu_mul(gate_up):
 
 
 def rope_store_kv(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
-    """Rotate q and k of qkv (T, (H + 2 KH) D) in place, write k and v to the cache, return q (T, H, D).
+    """Rotate q and k of qkv (T, (H + 2 KH) D) in place, store k and v, return q (T, H, D).
 
     cos_sin (max_pos, rotary_dim) fp32, cosines then sines; a table of width 0 rotates nothing.
     positions int (T,); slot_mapping int64 (T,), -1 writes nowhere.
@@ -2025,25 +2039,29 @@ def check_packed(q, k, v, start_q, start_k):
 def flash_attention(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0):
     """Causal attention of packed sequences without a cache: (o (T, H, D), lse (T, H) fp32).
 
-    q (T, H, D), k and v (N, KH, D); start_q, start_k int32 (S + 1,) row starts; max_q the longest query.
-    The last query of a sequence is aligned with its last key. lse is natural: log(sum(exp(scores))).
+    q (T, H, D), k and v (N, KH, D); start_q, start_k int32 (S + 1,) first rows; max_q the longest
+    query. The last query of a sequence is aligned with its last key. lse = log(sum(exp(scores))).
     """
     check_packed(q, k, v, start_q, start_k)
-    return run_member("flash_attention", q, q, k, v, start_q, start_k, max_q, scale, window, softcap)
+    return run_member("flash_attention", q, q, k, v, start_q, start_k, max_q, scale, window,
+                      softcap)
 
 
-def flash_backward(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale, window=0, softcap=0.0):
+def flash_backward(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale, window=0,
+                   softcap=0.0):
     """(dq, dk, dv) from dO and what the forward saved, (o, lse) instead of the N x N matrix P."""
     check_packed(q, k, v, start_q, start_k)
-    require(all(x.is_contiguous() for x in (do, q, k, v, out, lse)), "flash_backward: contiguous inputs")
-    return run_member("flash_backward", q, do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale,
-                      window, softcap)
+    require(all(x.is_contiguous() for x in (do, q, k, v, out, lse)),
+            "flash_backward: inputs must be contiguous")
+    return run_member("flash_backward", q, do, q, k, v, out, lse, start_q, start_k, max_q, max_k,
+                      scale, window, softcap)
 
 
 def int8_matmul(x, weight, scale):
     """x (T, K) times int8 weight (N, K) with one scale per row (N,) -> (T, N)."""
     require(x.dim() == 2 and x.stride(1) == 1 and x.shape[1] == weight.shape[1]
-            and weight.dtype == torch.int8 and weight.is_contiguous() and scale.shape == weight.shape[:1],
+            and weight.dtype == torch.int8 and weight.is_contiguous()
+            and scale.shape == weight.shape[:1],
             "int8_matmul: x", tuple(x.shape), "weight", tuple(weight.shape), weight.dtype)
     return run_member("int8_matmul", x, x, weight, scale)
 
@@ -2051,14 +2069,15 @@ def int8_matmul(x, weight, scale):
 def int4_matmul(x, words, scales, zeros, group):
     """x (T, K) times 4-bit weight packed by pack_int4 -> (T, N).
 
-    scales, zeros (K / group, N); zeros integers, None means 8. group: a multiple or divisor of 128, at
-    least 16, and a divisor of K.
+    scales, zeros (K / group, N); zeros integers, None means 8. group: a multiple or divisor of 128,
+    at least 16, and a divisor of K.
     """
     K, N = x.shape[1], words.shape[1]
     require(x.stride(1) == 1 and words.dtype == torch.int32 and words.is_contiguous()
-            and len(words) == -(-K // INT4_TILE) * INT4_TILE // 8 and scales.shape == (K // group, N),
-            "int4_matmul: x", tuple(x.shape), "words", tuple(words.shape), "scales", tuple(scales.shape))
-    require(K % group == 0 and group >= 16 and (group % INT4_TILE == 0 or INT4_TILE % group == 0),
+            and len(words) == -(-K // DEPTH) * DEPTH // 8 and scales.shape == (K // group, N),
+            "int4_matmul: x", tuple(x.shape), "words", tuple(words.shape), "scales",
+            tuple(scales.shape))
+    require(K % group == 0 and group >= 16 and (group % DEPTH == 0 or DEPTH % group == 0),
             f"int4_matmul: group {group} does not fit K {K}")
     return run_member("int4_matmul", x, x, words, scales, zeros, group)
 
@@ -2071,7 +2090,8 @@ def fp8_matmul(x, weight, scales, fp8_inputs=False):
     N, K = weight.shape
     require(x.stride(1) == 1 and x.shape[1] == K and weight.dtype == torch.float8_e4m3fn
             and weight.is_contiguous() and scales.shape == (-(-N // 128), -(-K // 128)),
-            "fp8_matmul: x", tuple(x.shape), "weight", (N, K), weight.dtype, "scales", tuple(scales.shape))
+            "fp8_matmul: x", tuple(x.shape), "weight", (N, K), weight.dtype, "scales",
+            tuple(scales.shape))
     return run_member("fp8_matmul", x, x, weight, scales, fp8_inputs)
 
 
@@ -2096,7 +2116,7 @@ KERNELS: dict[str, Kernel] = {
 #
 #     ATTENTION            candidates, in order of preference
 #     why_not(...)         None, or why this one cannot run here
-#     select_attention     the first possible one, or the one asked for; with the reasons of the others
+#     select_attention     the first possible one, or the one asked for; reasons of the others
 #     backend.executed     how often it really ran
 #
 # Invariant: a backend asked for by name that cannot run is an error, never another backend.
@@ -2115,7 +2135,7 @@ class AttentionBackend:
                            softcap)
 
     def __call__(self, q, kv, meta, scale, window=0, softcap=0.0):
-        """Attention of q (T, H, D) over the cache -> (T, H, D); rows of sequences of length 0 are 0."""
+        """Attention of q (T, H, D) over the cache -> (T, H, D); 0 for sequences of length 0."""
         H, D = q.shape[1:]
         KH = kv.data.shape[3]
         require(q.stride(2) == 1 and q.stride(1) == D, "attention: heads of q must be contiguous")
@@ -2142,8 +2162,8 @@ def attention_sdpa(q, kv, meta, scale, window=0, softcap=0.0):
         q_len = starts[s + 1] - starts[s]
         if n == 0 or q_len == 0:
             continue
-        k, v = gather_kv(kv, meta.block_table[s], n).to(q.dtype).transpose(1, 2)     # (KH, n, D)
-        grouped = q[rows].unflatten(1, (KH, -1)).permute(1, 2, 0, 3)                 # (KH, G, q_len, D)
+        k, v = gather_kv(kv, meta.block_table[s], n).to(q.dtype).transpose(1, 2)  # (KH, n, D)
+        grouped = q[rows].unflatten(1, (KH, -1)).permute(1, 2, 0, 3)             # (KH, G, q_len, D)
         G = grouped.shape[1]
         mask = visible(q_len, n, window, q.device).repeat(G, 1) if q_len > 1 or window else None
         o = F.scaled_dot_product_attention(grouped.flatten(1, 2)[None], k[None], v[None],
@@ -2210,8 +2230,9 @@ def select_attention(requested="auto", **facts):
 # ======================================================================================================
 # 11  The numbers of article 7
 # ======================================================================================================
-# Flash attention is an argument about bytes. These functions count what the kernels above move, so that
-# the argument can be checked without a GPU; each is called by a test with the article's numbers.
+# Flash attention is an argument about bytes. These functions count what the kernels above move, so
+# that the argument can be checked without a GPU; each is called by a test with the article's
+# numbers.
 #
 #     v1   for each K/V tile: for each Q tile      Q, O and m, l travel once per K/V tile
 #     v2   for each Q tile:   for each K/V tile    K and V travel once per Q tile; O is written once
@@ -2271,8 +2292,8 @@ def tiled_attention(q, k, v, BM, BN, causal=False, moved=None):
             moved.append(2 * k[j:j + BN].numel())
             s = tile_q @ k[j:j + BN].T / math.sqrt(q.shape[1])
             if causal:
-                s = s.masked_fill(torch.arange(i, i + len(s))[:, None] < torch.arange(j, j + s.shape[1]),
-                                  -math.inf)
+                later = torch.arange(j, j + s.shape[1]) > torch.arange(i, i + len(s))[:, None]
+                s = s.masked_fill(later, -math.inf)
             m_new = torch.maximum(m, s.amax(1))
             p, alpha = torch.exp(s - m_new[:, None]), torch.exp(m - m_new)
             m, l, acc = m_new, l * alpha + p.sum(1), acc * alpha[:, None] + p @ v[j:j + BN]
@@ -2282,7 +2303,7 @@ def tiled_attention(q, k, v, BM, BN, causal=False, moved=None):
 
 
 def tiled_backward(do, q, k, v, out, lse, BM, BN, causal=False):
-    """The backward pass of section 5 in plain torch, one head: (dq, dk, dv), P recomputed from lse."""
+    """The backward pass of section 5, one head: (dq, dk, dv), P recomputed from lse."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta, scale = (do * out).sum(1), 1 / math.sqrt(q.shape[1])
     for j in range(0, len(k), BN):
@@ -2318,9 +2339,9 @@ def grid_use(batch, heads, N, BM, processors):
 def sliced_costs(N, D, BM, BN, warps):
     """What the warps of one program must add up, and how often outputs are divided.
 
-    sliced_k: each warp holds other keys, so partial outputs (BM, D) are summed through shared memory for
-    every tile. sliced_q: each warp holds other rows; nothing is shared. Divisions are per head: v1
-    normalises after each tile, v2 once.
+    sliced_k: each warp holds other keys, so partial outputs (BM, D) are summed through shared
+    memory for every tile. sliced_q: each warp holds other rows; nothing is shared. Divisions are
+    per head: v1 normalises after each tile, v2 once.
 
     >>> sliced_costs(8192, 64, 128, 128, 4)
     {'sliced_k': 1572864, 'sliced_q': 0, 'v1_divisions': 33554432, 'v2_divisions': 524288}
@@ -2333,8 +2354,8 @@ def sliced_costs(N, D, BM, BN, warps):
 def schedule_ticks(tiles, load, matmul, softmax):
     """Ticks for `tiles` tiles: one after the other, loads hidden, and two groups in ping-pong.
 
-    In ping-pong (FlashAttention-3) one group's softmax runs beside the other's products; the matrix unit
-    is the only thing both wait for.
+    In ping-pong (FlashAttention-3) one group's softmax runs beside the other's products; the matrix
+    unit is the only thing both wait for.
 
     >>> schedule_ticks(8, 1, 2, 2)
     {'serial': 40, 'producer': 33, 'ping_pong': 19}
@@ -2343,8 +2364,8 @@ def schedule_ticks(tiles, load, matmul, softmax):
     for tile in range(tiles):
         unit_free = max(unit_free, group_free[tile % 2], load * (tile + 1)) + matmul
         group_free[tile % 2] = unit_free + softmax
-    return {"serial": tiles * (load + matmul + softmax), "producer": load + tiles * (matmul + softmax),
-            "ping_pong": max(group_free)}
+    return {"serial": tiles * (load + matmul + softmax),
+            "producer": load + tiles * (matmul + softmax), "ping_pong": max(group_free)}
 
 
 def attention_pairs(N, window, first):
@@ -2375,20 +2396,22 @@ def round_fp8(x, rows):
 def fp8_attention_error(seeds=(0, 1, 2), N=1024, D=64):
     """Output error (RMSE) of attention on fp8 q, k, v with rare outliers of ten times the spread.
 
-    One scale per tensor, one per 64 rows, and one per 64 rows after rotating q and k by R (random signs,
-    then Hadamard). (q R)(k R)^T = q k^T, but an outlier is spread over all D dims and no longer sets
-    the scale for its neighbours (FlashAttention-3, section 3.3).
+    One scale per tensor, one per 64 rows, and one per 64 rows after rotating q and k by R (random
+    signs, then Hadamard). (q R)(k R)^T = q k^T, but an outlier is spread over all D dims and no
+    longer sets the scale for its neighbours (FlashAttention-3, section 3.3).
     """
     error = Counter()
     attend = lambda q, k, v: torch.softmax(q @ k.T / math.sqrt(D), -1) @ v
     for seed in seeds:
         g = torch.Generator().manual_seed(seed)
         normal = lambda: torch.randn(N, D, generator=g)
-        q, k, v = (normal() + normal() * 10 * (torch.rand(N, D, generator=g) < .001) for _ in range(3))
+        rare = lambda: torch.rand(N, D, generator=g) < 0.001
+        q, k, v = (normal() + normal() * 10 * rare() for _ in range(3))
         signs = torch.where(torch.rand(D, generator=g) < .5, -1.0, 1.0)
         R = signs[:, None] * hadamard(D)
         exact = attend(q.double(), k.double(), v.double())
-        for name, rows, a, b in (("tensor", N, q, k), ("block", 64, q, k), ("rotated", 64, q @ R, k @ R)):
+        for name, rows, a, b in (("tensor", N, q, k), ("block", 64, q, k),
+                                 ("rotated", 64, q @ R, k @ R)):
             o = attend(round_fp8(a, rows), round_fp8(b, rows), round_fp8(v, rows))
             error[name] += (o.double() - exact).pow(2).mean().sqrt().item() / len(seeds)
     return dict(error)
