@@ -1233,71 +1233,86 @@ def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
 # ======================================================================================================
 # 8  The CPU members, in C
 # ======================================================================================================
-# On a CPU a decode step is two hundred small operators, and a general library spends more time in
-# starting them than in reading memory. One C source string holds the whole set. It is compiled by the
-# system compiler at first use and loaded with ctypes; without a compiler the torch references run instead.
+# A decode step on a CPU is two hundred small operators, and a general library spends more time in
+# starting them than in reading memory. One C source string holds the whole set. The system's own
+# compiler builds it at first use, ctypes loads it; without a compiler the references run instead.
 #
-#      wrapper ──pack──> Op (a record: kind, pointers, sizes) ──run()──> team of OpenMP threads
-#                                                                        ticket 0,1,2.. : who is free takes the next
+#     wrapper --pack--> Op {kind, pointers, sizes} --run--> thread 0: tickets 0, 2, 3, 5 ..
+#                                                           thread 1: tickets 1, 4 ..   (woke late)
 #
-# Every matrix product here (q.k, p.v and the linear layers) is the same inner loop, `tile`: up to 8 rows
-# times one *packed panel*, 32 columns stored so that the loop reads one sequential stream of memory.
+# Every matrix product in it (q k^T, p v, the linear layers) is one inner loop, `tile`: up to 8 rows
+# times a *packed panel*, 32 columns laid out in the order in which the loop reads them.
 #
-# Invariant: a row's result depends on that row alone. Sums run in an order fixed by absolute position
-#   (16 lanes, pairs of k, chunks of 128 tokens), never by the batch, the chunking or the thread count.
-# Invariant: what is not visible is not read as a number: positions outside come from a row of zeros.
-# Why: no -ffast-math. It would let the compiler reorder sums (per loop, so results would differ between
-#   batch sizes) and assume that NaN cannot exist. The lanes are written out instead.
-# Simplification: production engines choose among many kernels at run time; here one source, any CPU.
+# Invariant: the bits of a row depend on that row alone, not on the batch, the chunking or the number
+#   of threads. Sums run in an order fixed by position: 16 lanes, pairs of k, chunks of 128 tokens.
+# Invariant: what a token must not see is never read as a number; zeros stand in its place.
+# Why: not -ffast-math. It lets the compiler reorder the sums of each loop as it likes, and assume
+#   that NaN does not exist. The lanes are written out instead, and the loops are as fast.
+# Why: one thread for small work. With OMP_WAIT_POLICY=passive, which a shared machine needs, waking
+#   another takes 50 us; a norm of one row takes 1.
+# Simplification: production engines pick one of many kernels per shape and CPU. Here one source is
+#   for every CPU, with intrinsics only where gcc 12 was measured to miss the instruction.
+# Try: NANOSERVE_NO_C=1, and compare tokens per second.
 
 C_SOURCE = r"""
-#include <omp.h>
 #include <math.h>
+#include <omp.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
-// ---- numbers ---------------------------------------------------------------------------------------
-// Every operator exists for fp32 and bf16. `bf` is a compile-time constant in each copy: functions
-// marked INLINE are always inlined, so `bf ? .. : ..` leaves no branch in the machine code.
-// Vectors are 16 floats wide in the source; a CPU with narrower registers uses several for each.
+// ---- numbers ------------------------------------------------------------------------------------
+// Every operator exists for fp32 and bf16. `bf` is a constant in each copy: INLINE functions are
+// always inlined, so `if (bf)` leaves no branch in the machine code. A vector has 16 floats; a CPU
+// with narrower registers uses several for each. Matrices are row-major, strides in elements.
 #define INLINE static inline __attribute__((always_inline))
 typedef float f32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16s __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t word __attribute__((aligned(2), may_alias));
+typedef uint32_t word __attribute__((aligned(2), may_alias));  // one fp32, or two bf16
 
+INLINE long size_of(int bf) { return bf ? 2 : 4; }
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long most(long a, long b) { return a > b ? a : b; }
+INLINE long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 INLINE f32s splat(float x) { return x - (f32s){}; }
 INLINE u32s splat_word(uint32_t x) { return x - (u32s){}; }
-INLINE f32s where(i32s mask, f32s yes, f32s no) { return (f32s)(((i32s)yes & mask) | ((i32s)no & ~mask)); }
-INLINE f32s larger(f32s a, f32s b) { return where(a > b, a, b); }  // b when a is NaN
-INLINE long size_of(int bf) { return bf ? 2 : 4; }
-INLINE long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
-INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE f32s where(i32s mask, f32s yes, f32s no) {
+  return (f32s)(((i32s)yes & mask) | ((i32s)no & ~mask));
+}
+INLINE f32s larger(f32s a, f32s b) {  // b when either is NaN
+#ifdef __AVX512F__  // one instruction; of the line below gcc 12 makes three
+  return (f32s)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return where(a > b, a, b);
+#endif
+}
 
-// bf16 is the upper half of an fp32. Rounding to nearest even adds 0x7fff, plus one if the kept part is odd.
+// A bf16 is the upper half of an fp32. Rounding to nearest even adds 0x7fff, and one more if the
+// part that is kept is odd. A NaN is kept apart, or the addition could turn it into infinity.
 INLINE u32s round_bf16(f32s x) {
-  u32s u = (u32s)x, r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  return (u32s)where(x == x, (f32s)r, (f32s)splat_word(0x7fc0));  // rounding must not turn a NaN into infinity
+  u32s u = (u32s)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return (u32s)where(x == x, (f32s)rounded, (f32s)splat_word(0x7fc0));
 }
 INLINE f32s load16(int bf, const char *p) {
   if (!bf) return *(const f32s *)p;
 #ifdef __AVX512BF16__  // gcc 12 makes four instructions of the conversion below
-  return (f32s)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+  return (f32s)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
 #else
   return (f32s)(__builtin_convertvector(*(const u16s *)p, u32s) << 16);
 #endif
 }
 INLINE void store16(int bf, char *p, f32s x) {
   if (!bf) { *(f32s *)p = x; return; }
-#ifdef __AVX512BF16__
-  _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtepi32_epi16((__m512i)round_bf16(x)));
+#ifdef __AVX512BF16__  // the same rounding in one instruction; numbers below 2^-126 become 0
+  __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+  memcpy(p, &half, 32);
 #else
   *(u16s *)p = __builtin_convertvector(round_bf16(x), u16s);
 #endif
@@ -1306,30 +1321,35 @@ INLINE void store16(int bf, char *p, f32s x) {
 INLINE f32s get(int bf, const char *row, long i, long n) {
   row += i * size_of(bf);
   if (n - i >= 16) return load16(bf, row);
-  char part[64] = {0}; memcpy(part, row, (n - i) * size_of(bf)); return load16(bf, part);
+  char part[64] = {0};
+  memcpy(part, row, (n - i) * size_of(bf));
+  return load16(bf, part);
 }
 INLINE void put(int bf, char *row, long i, long n, f32s x) {
   row += i * size_of(bf);
   if (n - i >= 16) { store16(bf, row, x); return; }
-  char part[64]; store16(bf, part, x); memcpy(row, part, (n - i) * size_of(bf));
+  char part[64];
+  store16(bf, part, x);
+  memcpy(row, part, (n - i) * size_of(bf));
 }
-// Sum and maximum of 16 lanes, folding in halves: 16 -> 8 -> 4 -> 2 -> 1.
-#define SWAP(v, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p) \
-  __builtin_shufflevector(v, v, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p)
-#define FOLD(v, OP) \
-  v = OP(v, SWAP(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
-  v = OP(v, SWAP(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
-  v = OP(v, SWAP(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
-  v = OP(v, SWAP(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-#define PLUS(a, b) ((a) + (b))
-INLINE float lanes_sum(f32s v) { FOLD(v, PLUS) return v[0]; }
-INLINE float lanes_max(f32s v) { FOLD(v, larger) return v[0]; }
 
-// e^x = 2^n * e^r with |r| <= ln(2)/2: a polynomial for e^r, and n written into the exponent bits.
-// Relative error 2e-7. Below -87 the result is exactly 0, so a masked score has exactly no weight.
+// The lanes of v in another order, and lanes of two vectors picked into one.
+#define PICK(v, w, ...) __builtin_shufflevector(v, w, __VA_ARGS__)
+// Sum or maximum of 16 lanes, always folded in the same order: 16 -> 8 -> 4 -> 2 -> 1.
+#define FOLD(v, OP) \
+  v = OP(v, PICK(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
+  v = OP(v, PICK(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
+  v = OP(v, PICK(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
+  v = OP(v, PICK(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))
+#define PLUS(a, b) ((a) + (b))
+INLINE float lanes_sum(f32s v) { FOLD(v, PLUS); return v[0]; }
+INLINE float lanes_max(f32s v) { FOLD(v, larger); return v[0]; }
+
+// e^x = 2^n e^r with |r| <= ln(2)/2: a polynomial for e^r, and n written into the exponent bits.
+// Relative error 2e-7. Below -87 it is exactly 0, so that a masked score has exactly no weight.
 INLINE f32s exp16(f32s x) {
   f32s y = where(x > 88.f, splat(88.f), where(x < -87.f, splat(-87.f), x));
-  f32s n = (y * 1.44269504f + 12582912.f) - 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  f32s n = (y * 1.44269504f + 12582912.f) - 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
   f32s r = (y - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts keeps r exact
   f32s p = 1.f + r * (1.f + r * (0.5f + r * (0.166666655f + r * (0.0416664853f
          + r * (0.00833336077f + r * 0.00139304355f)))));
@@ -1337,518 +1357,644 @@ INLINE f32s exp16(f32s x) {
   return where(x < -87.f, splat(0.f), p * power);
 }
 
-// ---- the team --------------------------------------------------------------------------------------
-// All threads run the same operator; each takes the next ticket until none is left. A thread that wakes
-// late (50 us, when waiting threads sleep) or shares its core just takes fewer tickets.
+// ---- the team -----------------------------------------------------------------------------------
+// All threads run the same operator; each takes the next ticket until none is left. A thread that
+// wakes late (sleeping threads need 50 us) or has to share its core just takes fewer tickets.
 typedef struct { atomic_long ticket; atomic_int waiting, turn; float *shared; } Team;
 INLINE long next(Team *t) { return atomic_fetch_add(&t->ticket, 1); }
 static void barrier(Team *t) {
   int size = omp_get_num_threads(), turn = atomic_load(&t->turn);
   if (atomic_fetch_add(&t->waiting, 1) == size - 1) {
-    atomic_store(&t->ticket, 0); atomic_store(&t->waiting, 0); atomic_store(&t->turn, turn + 1);
-  } else for (long spins = 0; atomic_load(&t->turn) == turn; spins++) if (spins > 2000) sched_yield();
+    atomic_store(&t->ticket, 0);
+    atomic_store(&t->waiting, 0);
+    atomic_store(&t->turn, turn + 1);
+  } else {
+    for (long spins = 0; atomic_load(&t->turn) == turn; spins++) if (spins > 2000) sched_yield();
+  }
 }
-// Working memory: one growing buffer per thread and use, kept between calls.
+// Working memory: growing buffers of each thread, kept between calls. Callers on different threads
+// do not meet.
 typedef struct { char *p; size_t size; } Buffer;
 static _Thread_local Buffer own, common;
 static char *room(Buffer *b, size_t size) {
-  if (size > b->size) { free(b->p); b->size = round_up(size * 5 / 4, 64); b->p = aligned_alloc(64, b->size); }
+  if (size > b->size) {
+    free(b->p);
+    b->size = round_up(size * 5 / 4, 64);
+    b->p = aligned_alloc(64, b->size);
+  }
   return b->p;
 }
+// for (m = each row of M), rows of `width` elements dealt out in blocks that take some microseconds
+#define EACH_ROW(m, M, width) \
+  for (long b_, n_ = 1 + 16384 / (width); (b_ = next(t) * n_) < (M);) \
+    for (long m = b_; m < least(M, b_ + n_); m++)
 
-// ---- elementwise -----------------------------------------------------------------------------------
-// Rows m of (outer, inner): x + m / inner * ldx + m % inner * E, so that heads inside qkv need no copy.
-INLINE void rms_norm(int bf, int wbf, Team *t, const char *x, const char *w, char *res, char *out,
-                     long M, long inner, long E, long ldx, float eps) {
-  long z = size_of(bf), block = 1 + 16384 / E;
-  for (long b; (b = next(t) * block) < M;) for (long m = b; m < least(M, b + block); m++) {
-    const char *row = x + (m / inner * ldx + m % inner * E) * z; char *o = out + m * E * z; f32s sum = {};
+// ---- elementwise --------------------------------------------------------------------------------
+// Row m of x starts at m / inner * ldx + m % inner * E: heads that lie inside qkv need no copy. The
+// residual is fp32: x is added to it in place, and the norm of the sum is what comes out.
+INLINE void rms_norm(int bf, Team *t, const char *x, const char *w, char *residual, char *out,
+                     long M, long inner, long E, long ldx, int wbf, float eps) {
+  long z = size_of(bf);
+  EACH_ROW(m, M, E) {
+    const char *row = x + (m / inner * ldx + m % inner * E) * z;
+    char *res = residual ? residual + m * E * 4 : 0;
+    f32s sum = {};
     for (long i = 0; i < E; i += 16) {
       f32s v = get(bf, row, i, E);
-      if (res) { v += get(0, res + m * E * 4, i, E); put(0, res + m * E * 4, i, E, v); }
+      if (res) { v += get(0, res, i, E); put(0, res, i, E, v); }
       sum += v * v;
     }
-    if (res) row = res + m * E * 4;  // the residual stream is fp32
     float scale = 1.f / sqrtf(lanes_sum(sum) / E + eps);
-    for (long i = 0; i < E; i += 16) put(bf, o, i, E, get(res ? 0 : bf, row, i, E) * scale * get(wbf, w, i, E));
+    for (long i = 0; i < E; i += 16) {
+      f32s v = res ? get(0, res, i, E) : get(bf, row, i, E);
+      put(bf, out + m * E * z, i, E, v * scale * get(wbf, w, i, E));
+    }
   }
 }
-INLINE void silu_mul(int bf, Team *t, const char *x, char *out, long M, long F, long ldx) {
-  long z = size_of(bf), block = 1 + 16384 / F;
-  for (long b; (b = next(t) * block) < M;) for (long m = b; m < least(M, b + block); m++) {
+INLINE void silu_mul(int bf, Team *t, const char *x, char *out, long T, long F, long ldx) {
+  long z = size_of(bf);
+  EACH_ROW(m, T, F) for (long i = 0; i < F; i += 16) {
     const char *gate = x + m * ldx * z, *up = gate + F * z;
-    for (long i = 0; i < F; i += 16) {
-      f32s g = get(bf, gate, i, F);
-      put(bf, out + m * F * z, i, F, g / (1.f + exp16(-g)) * get(bf, up, i, F));
-    }
+    f32s g = get(bf, gate, i, F);
+    put(bf, out + m * F * z, i, F, g / (1.f + exp16(-g)) * get(bf, up, i, F));
   }
 }
-// Rotates one head: coordinates (i, i + half), or (2i, 2i+1) when interleaved, turn by the angle of i.
-INLINE void rotate(int bf, char *head, const float *cos_, long half, int interleaved) {
-  char *c = (char *)cos_, *s = (char *)(cos_ + half), *hi = head + half * size_of(bf);
-  for (long i = 0; i < half; i += 16) {
-    f32s a, b, co = get(0, c, i, half), si = get(0, s, i, half);
-    if (!interleaved) {
-      a = get(bf, head, i, half); b = get(bf, hi, i, half);
-      put(bf, head, i, half, a * co - b * si); put(bf, hi, i, half, b * co + a * si);
-    } else for (long j = i; j < least(i + 16, half); j++) {
-      a = get(bf, head, 2 * j, 2 * j + 1); b = get(bf, head, 2 * j + 1, 2 * j + 2);
-      put(bf, head, 2 * j, 2 * j + 1, a * co[j - i] - b * si[j - i]);
-      put(bf, head, 2 * j + 1, 2 * j + 2, b * co[j - i] + a * si[j - i]);
-    }
+// Turns one head: coordinates i and i + half, or 2i and 2i+1 when interleaved, by the angle of i.
+INLINE void rotate(int bf, char *head, const float *cos_sin, long half, int interleaved) {
+  const char *c = (const char *)cos_sin, *s = (const char *)(cos_sin + half);
+  char *high = head + half * size_of(bf);
+  for (long i = 0; !interleaved && i < half; i += 16) {
+    f32s co = get(0, c, i, half), si = get(0, s, i, half);
+    f32s a = get(bf, head, i, half), b = get(bf, high, i, half);
+    put(bf, head, i, half, a * co - b * si);
+    put(bf, high, i, half, b * co + a * si);
+  }
+  for (long i = 0; interleaved && i < half; i++) {
+    float co = cos_sin[i], si = cos_sin[half + i];
+    f32s v = get(bf, head, 2 * i, 2 * i + 2);
+    v = (f32s){v[0] * co - v[1] * si, v[1] * co + v[0] * si};
+    put(bf, head, 2 * i, 2 * i + 2, v);
   }
 }
-// The cache is addressed by strides in elements: plane (K or V), block, slot in the block, head.
+// The cache by its strides: plane (K, V), block, slot in the block, head.
 typedef struct { char *data; long plane, block, token, head, BS; } Cache;
-INLINE char *cache_row(int bf, const Cache *c, long block, long offset) {
-  return c->data + (block * c->block + offset * c->token) * size_of(bf);
-}
-INLINE void rope_store(int bf, Team *t, char *qkv, const float *cos_sin, const char *positions, int wide,
-                       const int64_t *slots, Cache c, long T, long H, long KH, long D, long ldx,
-                       long rotary, int interleaved) {
-  long z = size_of(bf), block = 1 + 16384 / ldx;
-  for (long b; (b = next(t) * block) < T;) for (long i = b; i < least(T, b + block); i++) {
+INLINE void rope_store(int bf, Team *t, char *qkv, const float *cos_sin, const char *positions,
+                       int wide, const int64_t *slots, Cache c, long T, long H, long KH, long D,
+                       long ldx, long rotary, int interleaved) {
+  long z = size_of(bf);
+  EACH_ROW(i, T, ldx) {
     long pos = wide ? ((const int64_t *)positions)[i] : ((const int32_t *)positions)[i];
     char *row = qkv + i * ldx * z, *k = row + H * D * z;
-    for (long h = 0; h < H + KH; h++) rotate(bf, row + h * D * z, cos_sin + pos * rotary, rotary / 2, interleaved);
+    for (long h = 0; h < H + KH; h++)
+      rotate(bf, row + h * D * z, cos_sin + pos * rotary, rotary / 2, interleaved);
     if (slots[i] < 0) continue;
-    char *to = cache_row(bf, &c, slots[i] / c.BS, slots[i] % c.BS);
-    for (long h = 0; h < 2 * KH; h++)
+    char *to = c.data + (slots[i] / c.BS * c.block + slots[i] % c.BS * c.token) * z;
+    for (long h = 0; h < 2 * KH; h++)  // the keys of all heads, then the values
       memcpy(to + (h / KH * c.plane + h % KH * c.head) * z, k + h * D * z, D * z);
   }
 }
-// Two passes over blocks of 1024: the largest value of each block, then where the best block has it first.
-INLINE void argmax(int bf, Team *t, const char *x, int64_t *out, long M, long V, long ldx) {
-  for (long m; (m = next(t)) < M;) {
-    const char *row = x + m * ldx * size_of(bf); float best = -INFINITY; long at = 0;
+// The largest of each block of 1024 first, then where the first of the best blocks has it.
+INLINE void argmax(int bf, Team *t, const char *x, int64_t *out, long S, long V, long ldx) {
+  for (long m; (m = next(t)) < S;) {
+    const char *row = x + m * ldx * size_of(bf);
+    float best = -INFINITY;
+    long at = 0;
     for (long b = 0; b < V; b += 1024) {
       f32s top = splat(-INFINITY);
-      for (long i = b; i < least(V, b + 1024); i += 16) {
-        f32s v = get(bf, row, i, V);
-        if (V - i < 16) for (long j = V - i; j < 16; j++) v[j] = -INFINITY;
-        top = larger(v, top);
-      }
-      float most = lanes_max(top); if (most > best) { best = most; at = b; }
+      long end = least(V, b + 1024), i = b;
+      for (; i + 16 <= end; i += 16) top = larger(load16(bf, row + i * size_of(bf)), top);
+      for (; i < end; i++) top = larger(splat(get(bf, row, i, i + 1)[0]), top);
+      float largest = lanes_max(top);
+      if (largest > best) { best = largest; at = b; }
     }
     while (at < V && get(bf, row, at, at + 1)[0] != best) at++;
-    out[m] = at < V ? at : 0;  // a row of NaN has no largest value
+    out[m] = at < V ? at : 0;  // a row of NaN has no largest element
   }
 }
 
-// ---- the inner loop of every matrix product --------------------------------------------------------
-// c[R][32] = x[R][K] @ panel. A panel holds 32 columns of the right-hand matrix, k by k:
-//     fp32  [K][32]          k=0: column 0..31 | k=1: column 0..31 | ...
-//     bf16  [K/2][32][2]     two consecutive k of a column side by side, as the dot instruction wants
-// The panel is read once, front to back: that stream is the cost of a product with few rows (a *GEMV* does
-// two flops per weight, memory delivers a weight in the time of a hundred flops), and each further row of x
-// reuses it from a register. Every c sums over k in the same order whatever R is.
+// ---- the inner loop of every matrix product -----------------------------------------------------
+// c[R][32] = x[R][K] @ panel, where a panel holds 32 columns of the right-hand matrix k by k:
+//     fp32  [K][32]        k=0: columns 0..31 | k=1: columns 0..31 | ..
+//     bf16  [K/2][32][2]   two consecutive k of a column side by side, as the dot instruction wants
+// The panel is one stream of memory, read once. A product with one row (a GEMV) is nothing but that
+// stream: two flops per weight, while a core could do a hundred until the next weight arrives.
+// Up to 8 rows use a panel vector from its register. c sums over k in the same order for every R.
 INLINE f32s dot2(f32s acc, u32s w, u32s x) {
-#ifdef __AVX512BF16__  // one instruction for 32 multiply-adds; compilers do not find it by themselves
+#ifdef __AVX512BF16__  // 32 multiply-adds in one instruction, which no compiler finds by itself
   return (f32s)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
 #else
   acc += (f32s)(w << 16) * (f32s)(x << 16);
   return acc + (f32s)(w & 0xffff0000u) * (f32s)(x & 0xffff0000u);
 #endif
 }
-#ifdef __AVX512F__
-enum { ROWS = 8 };  // 8 x 2 sums and 2 panel vectors in 32 registers
-#else
-enum { ROWS = 2 };
-#endif
-enum { NC = 32 };
-INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long K, f32s c[ROWS][2]) {
-  for (int r = 0; r < R; r++) c[r][0] = c[r][1] = (f32s){};
-  for (long k = 0; k < (bf ? K / 2 : K); k++, panel += 128, x += 4) {
-    u32s w0 = *(const u32s *)panel, w1 = *(const u32s *)(panel + 64);
-    for (int r = 0; r < R; r++) {
-      u32s b = splat_word(*(const word *)(x + r * ldx * size_of(bf)));
-      if (bf) { c[r][0] = dot2(c[r][0], w0, b); c[r][1] = dot2(c[r][1], w1, b); }
-      else { c[r][0] += (f32s)w0 * (f32s)b; c[r][1] += (f32s)w1 * (f32s)b; }
-    }
-  }
-}
-// Calls f(R, ...) with R = least(rows, ROWS) as a compile-time constant, one copy of the code for each.
-#define ONE(n, f, ...) case n: if (n <= ROWS) f((n <= ROWS ? n : ROWS), __VA_ARGS__); break;
-#define EACH_R(rows, f, ...) switch (least(rows, ROWS)) { ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) \
-  ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) \
-  ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
-
-// ---- attention over the paged cache ----------------------------------------------------------------
-// A work item is a tile of query rows (token, query head of the group) of one sequence against one kv head.
-// Positions are taken in chunks of 128. Each chunk is a complete small attention with a maximum m, a sum l
-// of e^(s-m), and o = sum of e^(s-m) v. Two such results merge exactly, in any number:
-//     m = max(m1, m2)   l = l1 e^(m1-m) + l2 e^(m2-m)   o = o1 e^(m1-m) + o2 e^(m2-m)   answer o / l
-// This is the *online softmax*: no pass over all scores, no matrix of scores in memory. Merging as we go is
-// FlashAttention; computing chunks on different threads and merging later is flash-decoding. Same numbers.
-enum { CHUNK = 128 };
-static const float NEVER = -1e30f;  // the score of what a row does not see; finite, so NEVER - NEVER is 0
-typedef struct {
-  const char *q; char *out; Cache c; const int32_t *start, *lens, *table; long S, ld_table, H, KH, D, DP, ldq;
-  long window; float scale, softcap;
-} Attn;
-typedef struct { long s, h, heads, r0, r1, c0, c1, first; float *part; } Item;  // kv heads, tokens, chunks
-
-// While one chunk is computed, the next one is asked for, a few rows at a time.
-typedef struct { const char *k[CHUNK], *v[CHUNK]; long n, at, bytes; } Rows;
-INLINE void fetch(Rows *r, long count) {
-  for (long end = least(r->n, r->at + count); r->at < end; r->at++)
-    for (long b = 0; b < r->bytes; b += 64) { __builtin_prefetch(r->k[r->at] + b); __builtin_prefetch(r->v[r->at] + b); }
-}
-// A panel of keys: the words (an fp32, or two bf16) of 32 rows, transposed. 16 x 16 words at a time.
-INLINE void transpose16(u32s *a) {
-#ifdef __AVX512F__
-#define LOW32(x, y) __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
-#define HIGH32(x, y) __builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
-#define LOW64(x, y) __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-#define HIGH64(x, y) __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
-#define EVEN128(x, y) __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-#define ODD128(x, y) __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
-  u32s b[16];
-  for (int i = 0; i < 16; i += 2) { b[i] = LOW32(a[i], a[i + 1]); b[i + 1] = HIGH32(a[i], a[i + 1]); }
-  for (int i = 0; i < 16; i += 4) {
-    a[i] = LOW64(b[i], b[i + 2]); a[i + 1] = HIGH64(b[i], b[i + 2]);
-    a[i + 2] = LOW64(b[i + 1], b[i + 3]); a[i + 3] = HIGH64(b[i + 1], b[i + 3]);
-  }
-  for (int i = 0; i < 16; i += 8) for (int j = 0; j < 4; j++) {
-    b[i + j] = EVEN128(a[i + j], a[i + j + 4]); b[i + j + 4] = ODD128(a[i + j], a[i + j + 4]);
-  }
-  for (int j = 0; j < 8; j++) { int c = j % 4 + j / 4 * 4; a[c] = EVEN128(b[j], b[j + 8]); a[c + 8] = ODD128(b[j], b[j + 8]); }
-#else
-  u32s b[16]; memcpy(b, a, sizeof b);
-  for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++) ((uint32_t *)a)[i * 16 + j] = ((uint32_t *)b)[j * 16 + i];
-#endif
-}
-static __attribute__((noinline)) u32s last_words(const char *p, long bytes) {  // the end of a row, then zeros
-  char part[64] = {0}; if (bytes > 0) memcpy(part, p, bytes);
-  return *(const u32s *)part;
-}
-INLINE u32s words(const char *p, long bytes) { return bytes >= 64 ? *(const u32s *)p : last_words(p, bytes); }
-INLINE f32s mac(int bf, f32s acc, u32s w, const char *x) {  // the step of `tile`, x one word for all lanes
+INLINE f32s multiply_add(int bf, f32s acc, u32s w, const char *x) {  // x: one word for all lanes
   u32s b = splat_word(*(const word *)x);
   if (bf) return dot2(acc, w, b);
   return acc + (f32s)w * (f32s)b;
 }
-INLINE void key_words(int bf, const char **rows, long d, long D, u32s *a) {
-  long z = size_of(bf), bytes = (D - d) * z;
-  if (bytes >= 64) for (int i = 0; i < 16; i++) a[i] = *(const u32s *)(rows[i] + d * z);
-  else for (int i = 0; i < 16; i++) a[i] = last_words(rows[i] + d * z, bytes);
-  transpose16(a);
-}
-INLINE void pack_keys(int bf, Rows *now, long D, char *panels) {
-  long per = bf ? 32 : 16, words_k = round_up(D, NC) / (bf ? 2 : 1);  // elements in 64 bytes; words in a row
-  for (long t = 0; t < now->n; t += 16) for (long d = 0; d < D; d += per) {
-    u32s a[16]; key_words(bf, now->k + t, d, D, a);
-    char *to = panels + ((t / NC * words_k + d / per * 16) * NC + t % NC) * 4;
-    for (int i = 0; i < 16; i++) *(u32s *)(to + i * NC * 4) = a[i];
+#ifdef __AVX512F__
+enum { ROWS = 8 };  // 8 rows x 2 sums and 2 panel vectors, in 32 registers
+#else
+enum { ROWS = 2 };
+#endif
+enum { NC = 32 };
+INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long K,
+                 f32s c[ROWS][2]) {
+  for (int r = 0; r < R; r++) c[r][0] = c[r][1] = (f32s){};
+  for (long k = 0; k < (bf ? K / 2 : K); k++, panel += 128, x += 4) {
+    u32s w0 = *(const u32s *)panel, w1 = *(const u32s *)(panel + 64);
+    for (int r = 0; r < R; r++) {
+      c[r][0] = multiply_add(bf, c[r][0], w0, x + r * ldx * size_of(bf));
+      c[r][1] = multiply_add(bf, c[r][1], w1, x + r * ldx * size_of(bf));
+    }
   }
 }
-// A panel of values: 32 coordinates of each position. In bf16 positions go in pairs, the even coordinates
-// first and then the odd ones, because that interleaving needs no shuffle; `finish` puts them back in order.
+// f(R, ..) with R = least(rows, ROWS) as a constant: one copy of the code for each row count.
+#define ONE(n, f, ...) case n: if (n <= ROWS) f((n <= ROWS ? n : ROWS), __VA_ARGS__); break;
+#define WITH_R(rows, f, ...) switch (least(rows, ROWS)) { \
+  ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) \
+  ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
+
+// ---- linear layers ------------------------------------------------------------------------------
+// out[T][N] = x[T][K] @ w^T + bias in bf16. Threads share the panels. Rows go in blocks of 192, so
+// that a block of x stays in the second-level cache while the panels pass by.
+INLINE void linear_rows(int R, const char *panel, const char *x, long ldx, long K, const char *bias,
+                        char *out, long column, long N) {
+  f32s c[ROWS][2];
+  tile(1, R, panel, x, ldx, K, c);
+  for (int r = 0; r < R; r++) for (int j = 0; j < 2 && column + 16 * j < N; j++) {
+    if (bias) c[r][j] += get(1, bias, column + 16 * j, N);
+    put(1, out + r * N * 2, column + 16 * j, N, c[r][j]);
+  }
+}
+static void linear(Team *t, const char *x, const char *w, const char *bias, char *out, long T,
+                   long N, long K, long ldx) {
+  long panels = (N + NC - 1) / NC, step = 1 + panels / (8 * omp_get_num_threads());
+  long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
+  for (long i; (i = next(t)) < groups * blocks;) {
+    long p0 = i % groups * step, m0 = i / groups * 192, m1 = least(T, m0 + 192);
+    for (long p = p0; p < least(panels, p0 + step); p++) for (long m = m0; m < m1; m += ROWS)
+      WITH_R(m1 - m, linear_rows, w + p * K * NC * 2, x + m * ldx * 2, ldx, K, bias,
+             out + m * N * 2, p * NC, N)
+  }
+}
+
+// ---- attention over the paged cache: one chunk --------------------------------------------------
+// Positions are taken in chunks of 128. Each chunk is a complete small attention: the largest score
+// m, the sum l of e^(s-m), and o, the sum of e^(s-m) v. Two such results merge into one:
+//     m = max(m1, m2)    l = l1 e^(m1-m) + l2 e^(m2-m)    o = o1 e^(m1-m) + o2 e^(m2-m)
+// and the answer is o / l. That is the *online softmax* (Milakov and Gimelshein 2018): no second
+// pass over the scores, never a matrix of them in memory. Merging as one goes is FlashAttention;
+// chunks computed by other threads and merged at the end are flash-decoding. Here both do the same
+// operations in the same order, hence the same bits.
+enum { CHUNK = 128 };
+static const float NEVER = -1e30f;  // a score that is not seen; finite: NEVER - NEVER is not NaN
+
+// Where the rows of a chunk lie. While one chunk is computed the next is asked for, a few rows at a
+// time: memory answers after hundreds of cycles, and blocks lie anywhere.
+typedef struct { const char *k[CHUNK], *v[CHUNK]; long n, fetched, bytes; } Rows;
+INLINE void fetch(Rows *r, long count) {
+  for (long end = least(r->n, r->fetched + count); r->fetched < end; r->fetched++)
+    for (long b = 0; b < r->bytes; b += 64) {
+      __builtin_prefetch(r->k[r->fetched] + b);
+      __builtin_prefetch(r->v[r->fetched] + b);
+    }
+}
+static __attribute__((noinline)) u32s last_words(const char *p, long bytes) {
+  char part[64] = {0};
+  if (bytes > 0) memcpy(part, p, bytes);
+  return *(const u32s *)part;
+}
+// 64 bytes of a row that has `bytes` left, then zeros.
+INLINE u32s words(const char *p, long bytes) {
+  return bytes >= 64 ? *(const u32s *)p : last_words(p, bytes);
+}
+// Keys: 16 words of 16 positions, turned so that a vector holds one word of every position.
+INLINE void transpose16(u32s *a) {
+  u32s b[16];
+#ifdef __AVX512F__  // gcc 12 makes 256 scalar moves of the loops below
+#define LOW32(x, y) PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH32(x, y) PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define LOW64(x, y) PICK(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH64(x, y) PICK(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define EVEN128(x, y) PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD128(x, y) PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = LOW32(a[i], a[i + 1]); b[i + 1] = HIGH32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) for (int j = 0; j < 2; j++) {
+    a[i + 2 * j] = LOW64(b[i + j], b[i + j + 2]); a[i + 2 * j + 1] = HIGH64(b[i + j], b[i + j + 2]);
+  }
+  for (int i = 0; i < 16; i += 8) for (int j = 0; j < 4; j++) {
+    b[i + j] = EVEN128(a[i + j], a[i + j + 4]); b[i + j + 4] = ODD128(a[i + j], a[i + j + 4]);
+  }
+  for (int j = 0; j < 8; j++) {
+    a[j] = EVEN128(b[j], b[j + 8]); a[j + 8] = ODD128(b[j], b[j + 8]);
+  }
+#else
+  memcpy(b, a, sizeof b);
+  for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++)
+    ((word *)a)[i * 16 + j] = ((word *)b)[j * 16 + i];
+#endif
+}
+INLINE void key_words(int bf, const char **rows, long d, long D, u32s *w) {
+  long z = size_of(bf), bytes = (D - d) * z;
+  if (bytes >= 64) for (int i = 0; i < 16; i++) w[i] = *(const u32s *)(rows[i] + d * z);
+  else for (int i = 0; i < 16; i++) w[i] = last_words(rows[i] + d * z, bytes);
+  transpose16(w);
+}
+// Values: 32 coordinates of one position, or of two in bf16: the even coordinates of both, then the
+// odd ones, because that interleaving needs no shuffle. `finish` puts them back in order.
 INLINE void value_words(int bf, const char **rows, long d, long D, u32s w[2]) {
   long z = size_of(bf), bytes = (D - d) * z;
   w[0] = words(rows[0] + d * z, bytes);
   if (!bf) { w[1] = words(rows[0] + d * z + 64, bytes - 64); return; }
   u32s x = w[0], y = words(rows[1] + d * z, bytes);
-  w[0] = (x & 0xffffu) | (y << 16); w[1] = (x >> 16) | (y & 0xffff0000u);
+  w[0] = (x & 0xffffu) | (y << 16);
+  w[1] = (x >> 16) | (y & 0xffff0000u);
 }
-INLINE void pack_values(int bf, Rows *now, long D, char *panels) {
-  for (long d = 0; d < D; d += NC) {
-    char *to = panels + d / NC * CHUNK * NC * size_of(bf);
-    for (long t = 0; t < now->n; t += bf ? 2 : 1, to += 128) value_words(bf, now->v + t, d, D, (u32s *)to);
+// Both as panels of `tile`: keys [n/32][words of D][32 positions], values [D/32][positions][32].
+INLINE void pack(int bf, Rows *now, long D, char *keys, char *values) {
+  long z = size_of(bf), per = 64 / z, DP = round_up(D, NC);
+  for (long t = 0; t < now->n; t += 16) for (long d = 0; d < D; d += per) {
+    u32s w[16];
+    key_words(bf, now->k + t, d, D, w);
+    char *to = keys + t / NC * NC * DP * z + d * NC * z + t % NC * 4;
+    for (int i = 0; i < 16; i++) *(u32s *)(to + i * NC * 4) = w[i];
   }
+  for (long d = 0; d < D; d += NC) for (long t = 0; t < now->n; t += bf ? 2 : 1)
+    value_words(bf, now->v + t, d, D, (u32s *)(values + (d * CHUNK + t * NC) * z));
 }
 // One row of state is m, l and o[DP]. Not inlined: every merge must round alike.
-static __attribute__((noinline)) void merge(float *to, const float *from, long DP) {
-  float m = to[0] > from[0] ? to[0] : from[0];
-  f32s old = exp16(splat(to[0] - m)), new = exp16(splat(from[0] - m));
-  for (long i = 2; i < DP + 2; i += 16) *(f32s *)(to + i) = *(f32s *)(to + i) * old + *(f32s *)(from + i) * new;
-  to[0] = m; to[1] = to[1] * old[0] + from[1] * new[0];
+static __attribute__((noinline)) void merge(float *to, float m1, float l1, const float *o1,
+                                            long DP) {
+  float m = to[0] > m1 ? to[0] : m1;
+  f32s old = exp16(splat(to[0] - m)), new = exp16(splat(m1 - m));
+  for (long i = 0; i < DP; i += 16)
+    *(f32s *)(to + 2 + i) = *(f32s *)(to + 2 + i) * old + *(const f32s *)(o1 + i) * new;
+  to[0] = m;
+  to[1] = to[1] * old[0] + l1 * new[0];
 }
-// R rows of queries against one chunk; row r sees from[r]..to[r]-1 of its n positions. Merged into state.
-// With `direct` there is one group of rows only: its words are used as they are made and never stored.
-INLINE void chunk(int R, int bf, int direct, const Attn *a, const char *q, const char *keys, const char *values,
-                  Rows *now, Rows *ahead, long rows, long n, const int *from, const int *to, float *state) {
-  float s[ROWS][CHUNK], part[a->DP + 2]; char p[ROWS * CHUNK * 4]; f32s c[ROWS][2], o[a->DP / 16 * ROWS];
-  float max[ROWS], sum[ROWS]; long DP = a->DP, z = size_of(bf), per = bf ? 32 : 16;
-  if (direct) for (long t = 0; t < n; t += 16) {
-    for (int r = 0; r < R; r++) c[r][0] = (f32s){};
-    for (long d = 0; d < a->D; d += per) {
-      u32s w[16]; key_words(bf, now->k + t, d, a->D, w);
-      for (int i = 0; i < 16; i++) for (int r = 0; r < R; r++) c[r][0] = mac(bf, c[r][0], w[i], q + (r * DP + d) * z + 4 * i);
+// Scores s[n] of one row become weights e^(s-m) in p; returns their sum. The row sees from..to-1.
+INLINE float softmax(int bf, float *s, long n, int from, int to, float softcap, float *m,
+                     char *p) {
+  const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32s top = splat(NEVER), sum = {};
+  for (long t = 0; t < n; t += 16) {
+    f32s x = *(f32s *)(s + t);
+    if (softcap > 0) x = softcap * (1.f - 2.f / (exp16(x * (2.f / softcap)) + 1.f));  // c tanh(x/c)
+    if (t < from || t + 16 > to)
+      x = where((lane + (int)t >= from) & (lane + (int)t < to), x, splat(NEVER));
+    *(f32s *)(s + t) = x;
+    top = larger(x, top);
+  }
+  *m = lanes_max(top);
+  float shift = from < to ? *m : 0.f;  // a row that sees nothing: weights e^NEVER = 0
+  for (long t = 0; t < n; t += 16) {
+    f32s e = exp16(*(f32s *)(s + t) - shift);
+    store16(bf, p + t * size_of(bf), e);
+    sum += load16(bf, p + t * size_of(bf));  // of the rounded weights, so that they add up to one
+  }
+  return lanes_sum(sum);
+}
+// The scores and the weighted values of R query rows from packed panels ..
+INLINE void scores(int R, int bf, const char *keys, const char *q, long DP, long D, long n,
+                   float (*s)[CHUNK]) {
+  f32s c[ROWS][2];
+  for (long t = 0; t < n; t += NC) {
+    tile(bf, R, keys + t * DP * size_of(bf), q, DP, round_up(D, 2), c);
+    for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++)
+      *(f32s *)(s[r] + t + 16 * j) = c[r][j];
+  }
+}
+INLINE void weigh(int R, int bf, const char *values, const char *p, long DP, long n, float *o) {
+  f32s c[ROWS][2];
+  for (long d = 0; d < DP; d += NC) {
+    tile(bf, R, values + d * CHUNK * size_of(bf), p, CHUNK, n, c);
+    for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++)
+      *(f32s *)(o + r * DP + d + 16 * j) = c[r][j];
+  }
+}
+// .. and straight from the cache, for a decode step: a word is used once, so storing it would not
+// pay. The sums run in the same order: a token has the same bits in a prompt and in a decode step.
+INLINE void scores_direct(int R, int bf, Rows *now, Rows *ahead, const char *q, long DP, long D,
+                          float (*s)[CHUNK]) {
+  for (long t = 0; t < now->n; t += 16) {
+    f32s c[ROWS];
+    for (int r = 0; r < R; r++) c[r] = (f32s){};
+    for (long d = 0; d < D; d += 64 / size_of(bf)) {
+      u32s w[16];
+      key_words(bf, now->k + t, d, D, w);
+      for (int i = 0; i < 16; i++) for (int r = 0; r < R; r++)
+        c[r] = multiply_add(bf, c[r], w[i], q + (r * DP + d) * size_of(bf) + 4 * i);
     }
-    for (int r = 0; r < R; r++) *(f32s *)(s[r] + t) = c[r][0] * a->scale;
+    for (int r = 0; r < R; r++) *(f32s *)(s[r] + t) = c[r];
     fetch(ahead, 8);
-  } else for (long t = 0; t < n; t += NC) {
-    tile(bf, R, keys + t * DP * z, q, DP, round_up(a->D, 2), c);
-    for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++) *(f32s *)(s[r] + t + 16 * j) = c[r][j] * a->scale;
   }
-  i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int r = 0; r < R; r++) {
-    f32s top = splat(NEVER), total = {};
-    for (long t = 0; t < n; t += 16) {
-      f32s x = *(f32s *)(s[r] + t);
-      if (a->softcap > 0) x = a->softcap * (1.f - 2.f / (exp16(x * (2.f / a->softcap)) + 1.f));  // tanh
-      if (t < from[r] || t + 16 > to[r]) x = where((lane + (int)t >= from[r]) & (lane + (int)t < to[r]), x, splat(NEVER));
-      *(f32s *)(s[r] + t) = x; top = larger(x, top);
-    }
-    max[r] = lanes_max(top); float m = from[r] < to[r] ? max[r] : 0.f;
-    for (long t = 0; t < n; t += 16) {  // the sum takes the rounded weights: they then add up to one
-      f32s e = exp16(*(f32s *)(s[r] + t) - m);
-      store16(bf, p + (r * CHUNK + t) * z, e); total += bf ? load16(bf, p + (r * CHUNK + t) * z) : e;
-    }
-    sum[r] = lanes_sum(total);
-  }
-  if (direct) for (long d = 0; d < DP; d += 2 * NC) {
-    f32s e[ROWS][4]; for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++) e[r][j] = (f32s){};
-    for (long t = 0; t < n; t += bf ? 2 : 1) {
-      u32s w[4]; value_words(bf, now->v + t, d, a->D, w);
-      value_words(bf, now->v + t, d + NC, a->D, w + 2);
-      for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++) e[r][j] = mac(bf, e[r][j], w[j], p + (r * CHUNK + t) * z);
+}
+INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, long DP, long D,
+                         float *o) {
+  for (long d = 0; d < DP; d += 2 * NC) {
+    f32s c[ROWS][4];
+    for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++) c[r][j] = (f32s){};
+    for (long t = 0; t < now->n; t += bf ? 2 : 1) {
+      u32s w[4];
+      value_words(bf, now->v + t, d, D, w);
+      value_words(bf, now->v + t, d + NC, D, w + 2);
+      for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++)
+        c[r][j] = multiply_add(bf, c[r][j], w[j], p + (r * CHUNK + t) * size_of(bf));
       if (t % 16 == 0) fetch(ahead, 8);
     }
-    for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++) if (d + 16 * j < DP) o[(r * DP + d) / 16 + j] = e[r][j];
-  } else for (long d = 0; d < DP; d += NC) {
-    tile(bf, R, values + d * CHUNK * z, p, CHUNK, n, c);
-    for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++) o[(r * DP + d) / 16 + j] = c[r][j];
-  }
-  for (int r = 0; r < rows; r++) {
-    part[0] = max[r]; part[1] = sum[r]; memcpy(part + 2, o + r * DP / 16, DP * 4);
-    merge(state + r * (DP + 2), part, DP);
+    for (int r = 0; r < R; r++) for (int j = 0; j < 4 && d + 16 * j < DP; j++)
+      *(f32s *)(o + r * DP + d + 16 * j) = c[r][j];
   }
 }
-INLINE long tokens_per_tile(const Attn *a) { long G = a->H / a->KH; return G > 128 ? 1 : 128 / G; }
-INLINE long rows_of(const Attn *a, const Item *w) { return (w->r1 - w->r0) * (a->H / a->KH) * w->heads; }
-INLINE long most_rows(const Attn *a) { long G = a->H / a->KH; return G > 128 ? G : 128; }
-// Row i of an item: by kv head, then token, then query head of the group. Its offset in a row-major (T, H) grid.
-INLINE long row_at(const Attn *a, const Item *w, long i, long per_token) {
+typedef struct {
+  const char *q; char *out; Cache c; const int32_t *start, *lens, *table;
+  long S, ld_table, H, KH, D, DP, ldq, window; float scale, softcap;
+} Attn;
+typedef struct { const char *keys, *values; Rows *now, *ahead; } Chunk;
+// `rows` query rows, padded to R, against one chunk; row r sees from[r]..to[r]-1.
+INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, const char *q,
+                   long rows, long n, const int *from, const int *to, float *state) {
+  float s[ROWS][CHUNK], o[ROWS * a->DP], m[ROWS], l[ROWS];
+  char p[ROWS * CHUNK * 4];
+  if (direct) scores_direct(R, bf, c->now, c->ahead, q, a->DP, a->D, s);
+  else scores(R, bf, c->keys, q, a->DP, a->D, n, s);
+  for (int r = 0; r < R; r++) {
+    for (long t = 0; t < n; t += 16) *(f32s *)(s[r] + t) *= a->scale;
+    l[r] = softmax(bf, s[r], n, from[r], to[r], a->softcap, m + r, p + r * CHUNK * size_of(bf));
+  }
+  if (direct) weigh_direct(R, bf, c->now, c->ahead, p, a->DP, a->D, o);
+  else weigh(R, bf, c->values, p, a->DP, n, o);
+  for (int r = 0; r < rows; r++) merge(state + r * (a->DP + 2), m[r], l[r], o + r * a->DP, a->DP);
+}
+
+// ---- attention over the paged cache: the whole step ---------------------------------------------
+// An item is some tokens of one sequence (up to 128 query rows) against one kv head, or all of them
+// when the tokens are few, which reads the cache in order. Rows of an item go by kv head, then
+// token, then query head of the group. Few items are cut further, one per chunk (`split`).
+typedef struct { long s, h, heads, r0, r1, c0, c1, first; float *part; } Item;
+INLINE long most_rows(const Attn *a) { return most(128, a->H / a->KH); }
+INLINE long rows_of(const Attn *a, const Item *w) {
+  return (w->r1 - w->r0) * (a->H / a->KH) * w->heads;
+}
+INLINE long row_at(const Attn *a, const Item *w, long i, long per_token) {  // where row i begins
   long G = a->H / a->KH, R = (w->r1 - w->r0) * G;
   return (a->start[w->s] + w->r0 + i % R / G) * per_token + ((w->h + i / R) * G + i % G) * a->D;
 }
-INLINE long row_pos(const Attn *a, long s, long row) { return a->lens[s] - (a->start[s + 1] - a->start[s]) + row; }
-INLINE long first_seen(const Attn *a, long pos) { return a->window && pos >= a->window ? pos - a->window + 1 : 0; }
+INLINE long row_pos(const Attn *a, long s, long row) {  // token `row` of this step's tokens of s
+  return a->lens[s] - (a->start[s + 1] - a->start[s]) + row;
+}
+INLINE long first_seen(const Attn *a, long pos) {
+  return a->window ? most(0, pos - a->window + 1) : 0;
+}
 
-// Lists the work. A tile is one item, or, when tiles are few, one item per chunk (`split`). Returns the count.
+// Fills w (when given) with the work items and returns their count.
 static long plan(const Attn *a, int split, Item *w, float *part) {
-  long n = 0, TQ = tokens_per_tile(a);
-  for (long s = 0; s < a->S; s++) for (long r = 0, L = a->start[s + 1] - a->start[s]; r < L; r += TQ) {
-    long r1 = least(L, r + TQ), end = row_pos(a, s, r1 - 1) + 1, c0 = first_seen(a, row_pos(a, s, r)) / CHUNK;
-    long c1 = end > 0 ? (end + CHUNK - 1) / CHUNK : c0, step = split && c1 > c0 ? 1 : c1 - c0 + !(c1 > c0);
-    long heads = L * a->H <= 128 ? a->KH : 1;
-    for (long h = 0; h < a->KH; h += heads) for (long c = c0; c < c1 || c == c0; c += step, n++) if (w) {
-      w[n] = (Item){s, h, heads, r, r1, c, least(c + step, c1), c == c0, part};
-      if (split) part += rows_of(a, w + n) * (a->DP + 2);
+  long count = 0, tokens = most(1, 128 / (a->H / a->KH));
+  for (long s = 0; s < a->S; s++) {
+    long L = a->start[s + 1] - a->start[s], heads = L * a->H <= 128 ? a->KH : 1;
+    for (long r0 = 0; r0 < L; r0 += tokens) {
+      long r1 = least(L, r0 + tokens), end = row_pos(a, s, r1 - 1) + 1;
+      long c0 = first_seen(a, row_pos(a, s, r0)) / CHUNK, c1 = most(c0, (end + CHUNK - 1) / CHUNK);
+      long step = split ? 1 : most(1, c1 - c0);  // an empty sequence is one item without chunks
+      for (long h = 0; h < a->KH; h += heads)
+        for (long c = c0; c < c1 || c == c0; c += step, count++) if (w) {
+          w[count] = (Item){s, h, heads, r0, r1, c, least(c + step, c1), c == c0, part};
+          if (split) part += rows_of(a, w + count) * (a->DP + 2);
+        }
     }
   }
-  return n;
+  return count;
 }
 static void clear(float *state, long rows, long DP) {
   memset(state, 0, rows * (DP + 2) * 4);
   for (long r = 0; r < rows; r++) state[r * (DP + 2)] = NEVER;
 }
-// Divides by the sum and writes rows out. A row that saw nothing is 0.
+// Divides by the sum and writes the rows out. A row that saw nothing is 0.
 INLINE void finish(int bf, const Attn *a, const Item *w, const float *state) {
-  long DP = a->DP, z = size_of(bf);
-  for (long i = 0; i < rows_of(a, w); i++, state += DP + 2) {
-    char *o = a->out + row_at(a, w, i, a->H * a->D) * z;
-    f32s f = splat(state[1] > 0 || state[1] != state[1] ? 1.f / state[1] : 0.f);
+  for (long i = 0; i < rows_of(a, w); i++, state += a->DP + 2) {
+    char *out = a->out + row_at(a, w, i, a->H * a->D) * size_of(bf);
+    f32s f = splat(state[1] == 0 ? 0.f : 1.f / state[1]);
     for (long d = 0; d < a->D; d += NC) {
-      f32s x = *(f32s *)(state + 2 + d) * f, y = *(f32s *)(state + 2 + d + 16) * f;
-      if (!bf) { put(0, o, d, a->D, x); if (d + 16 < a->D) put(0, o, d + 16, a->D, y); continue; }
-      u32s both = round_bf16(x) | (round_bf16(y) << 16);  // even and odd coordinates side by side again
-      memcpy(o + d * 2, &both, least(a->D - d, NC) * 2);
+      f32s x = *(const f32s *)(state + 2 + d) * f, y = *(const f32s *)(state + 2 + d + 16) * f;
+      u32s both = round_bf16(x) | (round_bf16(y) << 16);  // even and odd side by side again
+      if (bf) memcpy(out + d * 2, &both, least(a->D - d, NC) * 2);
+      else put(0, out, d, a->D, x);
+      if (!bf && d + 16 < a->D) put(0, out, d + 16, a->D, y);
     }
   }
 }
-// Addresses of the rows of chunk c, head h; positions outside [lo, hi) point to zeros. Whole panels.
-INLINE void find_rows(int bf, const Attn *a, const Item *w, long h, long c, long lo, long hi, const char *zeros, Rows *r) {
-  long from = c * CHUNK > lo ? c * CHUNK : lo;
-  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC); r->at = 0; r->bytes = a->D * size_of(bf);
-  const int32_t *block = a->table + w->s * a->ld_table + from / a->c.BS; long offset = from % a->c.BS;
+// The rows of chunk c and head h in whole panels. Positions outside [lo, hi) are zeros: a slot that
+// nobody wrote, or a block that left the window, may hold NaN, and 0 times NaN is NaN.
+INLINE void find_rows(int bf, const Attn *a, const Item *w, long h, long c, long lo, long hi,
+                      const char *zeros, Rows *r) {
+  long from = most(c * CHUNK, lo), offset = from % a->c.BS;
+  const int32_t *block_id = a->table + w->s * a->ld_table + from / a->c.BS;
+  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC);
+  r->fetched = 0;
+  r->bytes = a->D * size_of(bf);
   for (long t = 0; t < r->n; t++) {
-    if (c * CHUNK + t < lo || c * CHUNK + t >= hi) { r->k[t] = r->v[t] = zeros; continue; }
-    r->k[t] = cache_row(bf, &a->c, *block, offset) + h * a->c.head * size_of(bf);
-    r->v[t] = r->k[t] + a->c.plane * size_of(bf);
-    if (++offset == a->c.BS) { offset = 0; block++; }
+    r->k[t] = r->v[t] = zeros;
+    if (c * CHUNK + t < lo || c * CHUNK + t >= hi) continue;
+    long at = *block_id * a->c.block + offset * a->c.token + h * a->c.head;
+    r->k[t] = a->c.data + at * size_of(bf);
+    r->v[t] = a->c.data + (at + a->c.plane) * size_of(bf);
+    if (++offset == a->c.BS) { offset = 0; block_id++; }
+  }
+}
+INLINE size_t space_of(int bf, const Attn *a) {  // key and value panels, queries, rows of zeros
+  return round_up((2 * CHUNK + most_rows(a) + ROWS) * a->DP * size_of(bf), 64);
+}
+// All query rows of head h of an item against one chunk, at most ROWS at a time.
+INLINE void run_chunk(int bf, const Attn *a, const Item *w, long h, long c, const Chunk *ch,
+                      const char *q, float *state) {
+  long G = a->H / a->KH, R = (w->r1 - w->r0) * G, n = ch->now->n, z = size_of(bf);
+  for (long i = 0; i < R; i += ROWS) {
+    int from[ROWS] = {0}, to[ROWS] = {0}, last = 0;
+    for (long r = 0; r < least(ROWS, R - i); r++) {
+      long pos = row_pos(a, w->s, w->r0 + (i + r) / G);
+      from[r] = least(CHUNK, most(0, first_seen(a, pos) - c * CHUNK));
+      to[r] = least(n, pos + 1 - c * CHUNK);
+      last = most(last, to[r]);
+    }
+    const char *qi = q + (h * R + i) * a->DP * z;
+    float *st = state + (h * R + i) * (a->DP + 2);
+    if (bf && R <= ROWS) WITH_R(R, attend, bf, 1, a, ch, qi, R, n, from, to, st)
+    else if (last)
+      attend(ROWS, bf, 0, a, ch, qi, least(ROWS, R - i), round_up(last, NC), from, to, st);
   }
 }
 INLINE void run_item(int bf, const Attn *a, const Item *w, char *space, float *state) {
-  long G = a->H / a->KH, DP = a->DP, z = size_of(bf), R = (w->r1 - w->r0) * G, rows = R * w->heads;
+  long DP = a->DP, z = size_of(bf), rows = rows_of(a, w);
   long lo = first_seen(a, row_pos(a, w->s, w->r0)), hi = row_pos(a, w->s, w->r1 - 1) + 1;
-  char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z, *zeros = q + rows * DP * z;
-  memset(q, 0, (rows + ROWS) * DP * z);  // queries are padded to DP, and rows of zeros follow them
-  for (long i = 0; i < rows; i++) memcpy(q + i * DP * z, a->q + row_at(a, w, i, a->ldq) * z, a->D * z);
+  char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z;
+  char *zeros = q + rows * DP * z;
+  memset(q, 0, (rows + ROWS) * DP * z);  // queries are padded to DP and to whole groups
+  for (long i = 0; i < rows; i++)
+    memcpy(q + i * DP * z, a->q + row_at(a, w, i, a->ldq) * z, a->D * z);
   clear(state, rows, DP);
-  int direct = bf && R <= ROWS; Rows rows2[2]; find_rows(bf, a, w, w->h, w->c0, lo, hi, zeros, rows2);
+  Rows buffer[2];
+  find_rows(bf, a, w, w->h, w->c0, lo, hi, zeros, buffer);
   for (long c = w->c0, turn = 0; c < w->c1; c++) for (long h = 0; h < w->heads; h++, turn ^= 1) {
-    Rows *now = rows2 + turn, *ahead = rows2 + !turn; long last = h + 1 == w->heads; ahead->n = 0;
-    if (c + last < w->c1) find_rows(bf, a, w, last ? w->h : w->h + h + 1, c + last, lo, hi, zeros, ahead);
-    if (!direct) { pack_keys(bf, now, a->D, keys); pack_values(bf, now, a->D, values); }
-    for (long i = 0; i < R; i += ROWS) {
-      int from[ROWS] = {0}, to[ROWS] = {0}, most = 0;
-      for (long r = 0; r < least(ROWS, R - i); r++) {
-        long pos = row_pos(a, w->s, w->r0 + (i + r) / G);
-        from[r] = least(CHUNK, first_seen(a, pos) - c * CHUNK > 0 ? first_seen(a, pos) - c * CHUNK : 0);
-        to[r] = least(now->n, pos + 1 - c * CHUNK); if (to[r] > most) most = to[r];
-      }
-      const char *qi = q + (h * R + i) * DP * z; float *st = state + (h * R + i) * (DP + 2);
-      if (most <= 0) continue;
-      if (bf && direct) EACH_R(R, chunk, bf, 1, a, qi, 0, 0, now, ahead, R, now->n, from, to, st)
-      else chunk(ROWS, bf, 0, a, qi, keys, values, now, ahead, least(ROWS, R - i), round_up(most, NC), from, to, st);
-    }
+    Chunk ch = {keys, values, buffer + turn, buffer + !turn};
+    long wrap = h + 1 == w->heads;  // next comes the next head, or head 0 of the next positions
+    ch.ahead->n = 0;
+    if (c + wrap < w->c1)
+      find_rows(bf, a, w, wrap ? w->h : w->h + h + 1, c + wrap, lo, hi, zeros, ch.ahead);
+    if (!bf || rows / w->heads > ROWS) pack(bf, ch.now, a->D, keys, values);
+    run_chunk(bf, a, w, h, c, &ch, q, state);
   }
 }
-INLINE size_t item_space(const Attn *a, long z) {
-  return (2 * CHUNK + most_rows(a) + ROWS) * a->DP * z + 64;
-}
 static int few(const Attn *a, int threads) { return threads > 1 && plan(a, 0, 0, 0) < 4 * threads; }
-static size_t shared_space(const Attn *a, int threads) {  // partial results of a split call
+static size_t shared_space(const Attn *a, int threads) {  // partial results when the call is split
   return few(a, threads) ? plan(a, 1, 0, 0) * most_rows(a) * (a->DP + 2) * 4 : 0;
 }
 INLINE void attention(int bf, Team *t, const Attn *a) {
-  int split = few(a, omp_get_num_threads()); long n = plan(a, split, 0, 0);
-  size_t space = round_up(item_space(a, size_of(bf)), 64), state = round_up(most_rows(a) * (a->DP + 2) * 4, 64);
-  char *mine = room(&own, space + state + n * sizeof(Item)); float *st = (float *)(mine + space);
-  Item *w = (Item *)(mine + space + state);
+  int split = few(a, omp_get_num_threads());
+  long n = plan(a, split, 0, 0), row = a->DP + 2;
+  size_t space = space_of(bf, a), state_size = round_up(most_rows(a) * row * 4, 64);
+  char *mine = room(&own, space + state_size + n * sizeof(Item));
+  float *state = (float *)(mine + space);
+  Item *w = (Item *)(mine + space + state_size);
   plan(a, split, w, t->shared);
   for (long i; (i = next(t)) < n;) {
-    run_item(bf, a, w + i, mine, split ? w[i].part : st);
-    if (!split) finish(bf, a, w + i, st);
+    run_item(bf, a, w + i, mine, split ? w[i].part : state);
+    if (!split) finish(bf, a, w + i, state);
   }
   if (!split) return;
   barrier(t);
   for (long i; (i = next(t)) < n;) if (w[i].first) {
-    long R = rows_of(a, w + i); clear(st, R, a->DP);
-    for (long j = i; j < n && (j == i || !w[j].first); j++)
-      for (long r = 0; r < R; r++) merge(st + r * (a->DP + 2), w[j].part + r * (a->DP + 2), a->DP);
-    finish(bf, a, w + i, st);
+    long rows = rows_of(a, w + i);
+    clear(state, rows, a->DP);
+    for (long j = i; j < n && (j == i || !w[j].first); j++) for (long r = 0; r < rows; r++) {
+      float *part = w[j].part + r * row;
+      merge(state + r * row, part[0], part[1], part + 2, a->DP);
+    }
+    finish(bf, a, w + i, state);
   }
 }
 
-// ---- linear layers ---------------------------------------------------------------------------------
-// out[T][N] = x[T][K] @ w^T + bias, bf16. Threads share the panels. Rows go in blocks of 192, so that a block
-// of x stays in the second-level cache while every panel passes by.
-INLINE void linear_rows(int R, const char *panel, const char *x, long ldx, long K, const char *bias, char *out, long n, long N) {
-  f32s c[ROWS][2]; tile(1, R, panel, x, ldx, K, c);
-  for (int r = 0; r < R; r++) for (int j = 0; j < 2 && n + 16 * j < N; j++) {
-    if (bias) c[r][j] += get(1, bias, n + 16 * j, N);
-    put(1, out + r * N * 2, n + 16 * j, N, c[r][j]);
-  }
-}
-static void linear(Team *t, const char *x, const char *w, const char *bias, char *out, long T, long N, long K, long ldx) {
-  long panels = (N + NC - 1) / NC, step = 1 + panels / (8 * omp_get_num_threads()), groups = (panels + step - 1) / step;
-  for (long i; (i = next(t)) < groups * ((T + 191) / 192);) {
-    long b = i % groups * step, m0 = i / groups * 192, m1 = least(T, m0 + 192);
-    for (long p = b; p < least(panels, b + step); p++) for (long m = m0; m < m1; m += ROWS)
-      EACH_R(m1 - m, linear_rows, w + p * K * NC * 2, x + m * ldx * 2, ldx, K, bias, out + m * N * 2, p * NC, N)
-  }
-}
-
-// ---- entry -----------------------------------------------------------------------------------------
-// An Op is one operator call as data. A program is an array of them, run inside one parallel region with a
-// barrier between two, so that threads are woken once per program and not once per operator.
+// ---- entry --------------------------------------------------------------------------------------
+// An Op is one operator call as data: the wrappers below fill it. ns is the estimated time on one
+// thread; less than it takes to wake another is done by the caller alone.
 enum { NORM, SILU, ROPE, ARGMAX, ATTENTION, LINEAR };
 typedef struct { int64_t kind, bf, ns; char *p[8]; int64_t n[15]; double f[2]; } Op;
 INLINE Attn attn_of(const Op *o) {
-  char *const *p = o->p; const int64_t *n = o->n;
-  return (Attn){p[0], p[1], {p[2], n[0], n[1], n[2], n[3], n[4]}, (int32_t *)p[3], (int32_t *)p[4], (int32_t *)p[5],
-    n[5], n[6], n[7], n[8], n[9], round_up(n[9], NC), n[10], n[11], o->f[0], o->f[1]};
+  char *const *p = o->p;
+  const int64_t *n = o->n;
+  return (Attn){p[0], p[1], {p[2], n[0], n[1], n[2], n[3], n[4]}, (int32_t *)p[3], (int32_t *)p[4],
+    (int32_t *)p[5], n[5], n[6], n[7], n[8], n[9], round_up(n[9], NC), n[10], n[11],
+    o->f[0], o->f[1]};
 }
 #define BOTH(f, ...) if (o->bf) f(1, __VA_ARGS__); else f(0, __VA_ARGS__); break
-static void execute(Team *t, const Op *o) {
-  char *const *p = o->p; const int64_t *n = o->n; Attn a;
+static void execute(Team *t, const Op *o, const Attn *a) {
+  char *const *p = o->p;
+  const int64_t *n = o->n;
   switch (o->kind) {
-    case NORM: if (o->bf && n[4]) rms_norm(1, 1, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], o->f[0]);
-      else if (o->bf) rms_norm(1, 0, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], o->f[0]);
-      else rms_norm(0, 0, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], o->f[0]);
-      break;
+    case NORM: BOTH(rms_norm, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4], o->f[0]);
     case SILU: BOTH(silu_mul, t, p[0], p[1], n[0], n[1], n[2]);
     case ROPE: BOTH(rope_store, t, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
-      ((Cache){p[4], n[0], n[1], n[2], n[3], n[4]}), n[6], n[7], n[8], n[9], n[10], n[11], n[12]);
+                    ((Cache){p[4], n[0], n[1], n[2], n[3], n[4]}), n[6], n[7], n[8], n[9], n[10],
+                    n[11], n[12]);
     case ARGMAX: BOTH(argmax, t, p[0], (int64_t *)p[1], n[0], n[1], n[2]);
-    case ATTENTION: a = attn_of(o); BOTH(attention, t, &a);
+    case ATTENTION: BOTH(attention, t, a);
     case LINEAR: linear(t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3]);
   }
 }
-void run(const Op *ops, long count) {
-  int threads = omp_get_max_threads(); long ns = 0; size_t space = 0;
-  for (long i = 0; i < count; i++) ns += ops[i].ns;
-  if (ns < 60000) threads = 1;  // less work than it takes to wake a sleeping thread
-  for (long i = 0; i < count; i++) if (ops[i].kind == ATTENTION) {
-    Attn a = attn_of(ops + i); size_t need = shared_space(&a, threads); if (need > space) space = need;
-  }
-  Team team = {.shared = (float *)room(&common, space)};
+void run(const Op *o) {
+  int threads = o->ns < 60000 ? 1 : omp_get_max_threads();
+  Attn a = {0};
+  size_t shared = 0;
+  if (o->kind == ATTENTION) { a = attn_of(o); shared = shared_space(&a, threads); }
+  Team team = {.shared = (float *)room(&common, shared)};
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  for (long i = 0; i < count; i++) { if (i) barrier(&team); execute(&team, ops + i); }
+  execute(&team, o, &a);
 }
 """
 C_FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
            "-fopenmp", "-shared", "-fPIC", "-Wno-psabi"]
 if platform.machine() in ("x86_64", "AMD64"):
-    C_FLAGS.append("-mprefer-vector-width=512")
+    C_FLAGS.append("-mprefer-vector-width=512")     # gcc prefers 256 bits on CPUs that have 512
 
 
 @functools.lru_cache(maxsize=1)
 def c_library():
-    """The compiled library and None, or None and one sentence that says why there is none. Never raises.
+    """(the compiled library, None), or (None, one sentence saying why there is none); never raises.
 
-    The file is kept under a hash of source, flags and the compiler's predefined macros, which name its
-    version and every instruction set that -march=native found on this CPU.
+    $CC names the compiler, cc by default; NANOSERVE_NO_C=1 turns all of this off. The file is kept
+    in $XDG_CACHE_HOME/nanoserve or ~/.cache/nanoserve under a hash of the source, the flags and the
+    compiler's predefined macros: these name its version and every instruction set of this CPU.
     """
     if os.environ.get("NANOSERVE_NO_C") == "1":
         return None, "NANOSERVE_NO_C=1 is set"
-    cc = shlex.split(os.environ.get("CC") or "cc")
     try:
-        macros = subprocess.run([*cc, *C_FLAGS, "-dM", "-E", "-x", "c", os.devnull], capture_output=True, check=True)
-        key = hashlib.sha256(repr((C_SOURCE, C_FLAGS, macros.stdout)).encode()).hexdigest()[:16]
-        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanoserve"
-        if not (folder / f"{key}.so").exists():
-            _compile(cc, folder, key)
-        lib = ctypes.CDLL(str(folder / f"{key}.so"))
-        lib.run.argtypes, lib.run.restype = [ctypes.c_char_p, ctypes.c_long], None
+        cc = shlex.split(os.environ.get("CC") or "cc")
+        macros = _compiler(cc, "-dM", "-E", "-x", "c", os.devnull)
+        key = hashlib.sha256(repr((C_SOURCE, C_FLAGS, macros)).encode()).hexdigest()[:16]
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        file = cache / "nanoserve" / f"{key}.so"
+        if not file.exists():
+            _build(cc, file)
+        lib = ctypes.CDLL(str(file))
+        lib.run.argtypes, lib.run.restype = [ctypes.c_char_p], None
         return lib, None
     except subprocess.CalledProcessError as e:
-        lines = e.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
-        return None, f"the C compiler {cc[0]!r} failed: {lines[0]}"
-    except (OSError, RuntimeError, AttributeError, IndexError, ValueError) as e:
+        lines = e.stderr.decode(errors="replace").strip().splitlines()
+        return None, f"the C compiler {cc[0]!r} failed: {lines[0] if lines else e.returncode}"
+    except Exception as e:      # a folder, a linker, an ABI: whatever it is, the references can run
         return None, f"no C library could be built: {e}"
 
 
-def _compile(cc, folder, key):
-    """Compiles under a name of its own and renames: another process sees the whole file or none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as tmp:
-        source, built = pathlib.Path(tmp, "kernels.c"), pathlib.Path(tmp, "kernels.so")
+def _compiler(cc, *args):
+    """Standard output of the compiler with our flags; CalledProcessError when it fails."""
+    return subprocess.run([*cc, *C_FLAGS, *args], capture_output=True, check=True).stdout
+
+
+def _build(cc, file):
+    """Compile under a name of its own, then rename: another process sees the whole file or none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        source, built = pathlib.Path(folder, "kernels.c"), pathlib.Path(folder, "kernels.so")
         source.write_text(C_SOURCE)
-        subprocess.run([*cc, *C_FLAGS, str(source), "-o", str(built), "-lm"], capture_output=True, check=True)
-        os.replace(built, folder / f"{key}.so")
+        _compiler(cc, str(source), "-o", str(built), "-lm")
+        os.replace(built, file)
 
 
-def _record(pointers, numbers, floats):
-    """Packs the C struct Op: kind, bf, ns; 8 pointers; 15 integers; 2 floats, unused ones zero."""
-    return struct.Struct(f"3q{pointers}q{64 - 8 * pointers}x{numbers}q{120 - 8 * numbers}x"
+def _record(kind, pointers, numbers, floats):
+    """A function that packs the C struct Op: kind, bf, ns, 8 pointers, 15 integers, 2 floats.
+
+    It is called as f(bf, ns, *pointers, *numbers, *floats) and runs the operator; what a kind does
+    not use stays zero. Packing bytes takes 0.5 us, ctypes with twenty arguments several times as
+    long, and a decode step makes two hundred of these calls.
+    """
+    pack = struct.Struct(f"3q{pointers}q{64 - 8 * pointers}x{numbers}q{120 - 8 * numbers}x"
                          f"{floats}d{16 - 8 * floats}x").pack
+    return lambda *values: c_library()[0].run(pack(kind, *values))
 
 
-_NORM, _SILU, _ROPE = _record(4, 5, 1), _record(2, 3, 0), _record(5, 13, 0)
-_ARGMAX, _ATTENTION, _LINEAR = _record(2, 3, 0), _record(6, 12, 2), _record(4, 4, 0)
+_run_norm = _record(0, 4, 5, 1)
+_run_silu = _record(1, 2, 3, 0)
+_run_rope = _record(2, 5, 13, 0)
+_run_argmax = _record(3, 2, 3, 0)
+_run_attention = _record(4, 6, 12, 2)
+_run_linear = _record(5, 4, 4, 0)
 _BF16 = torch.bfloat16
 
 
 def rms_norm_c(x, weight, eps, residual=None):
-    """x (T, E) or (T, H, D), fp32 or bf16 -> its norm, same shape and type. See rms_norm."""
-    inner, E = (1, x.shape[1]) if x.ndim == 2 else (x.shape[1], x.shape[2])
-    rows = x.shape[0] * inner
+    """x (T, E) or (T, H, D), fp32 or bf16 -> its norm, same shape and dtype. See rms_norm."""
+    inner, E = (1, x.shape[1]) if x.ndim == 2 else x.shape[1:]
     if x.stride(-1) != 1 or (inner > 1 and x.stride(1) != E):
         x = x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
-    bf = x.dtype is _BF16
-    if residual is not None and not residual.is_contiguous():
-        raise ValueError("rms_norm: the residual is updated in place and must be contiguous")
-    if weight.dtype is not x.dtype and weight.dtype is not torch.float32:
+    if weight.dtype is not _BF16 and weight.dtype is not torch.float32:
         weight = weight.float()
-    c_library()[0].run(_NORM(
-        0, bf, rows * E // 2, x.data_ptr(), weight.data_ptr(), 0 if residual is None else residual.data_ptr(),
-        out.data_ptr(), rows, inner, E, x.stride(0), weight.dtype is _BF16, eps), 1)
+    rows = x.shape[0] * inner
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _run_norm(x.dtype is _BF16, rows * E // 2, x.data_ptr(), weight.data_ptr(),
+              0 if residual is None else residual.data_ptr(), out.data_ptr(),
+              rows, inner, E, x.stride(0), weight.dtype is _BF16, eps)
     return out
 
 
@@ -1858,56 +2004,64 @@ def silu_mul_c(gate_up):
         gate_up = gate_up.contiguous()
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((T, F), dtype=gate_up.dtype)
-    c_library()[0].run(_SILU(1, gate_up.dtype is _BF16, T * F // 2, gate_up.data_ptr(), out.data_ptr(),
-                             T, F, gate_up.stride(0)), 1)
+    _run_silu(gate_up.dtype is _BF16, T * F // 3, gate_up.data_ptr(), out.data_ptr(),
+              T, F, gate_up.stride(0))
     return out
 
 
 def rope_store_kv_c(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
-    """Rotates q and k inside qkv (T, (H+2*KH)*D), writes k and v to the cache; returns q (T, H, D), a view."""
-    T, W = qkv.shape
-    data, bf = kv.data, qkv.dtype is _BF16
+    """Rotate q and k inside qkv (T, (H+2*KH)*D), store k and v in the cache; q (T, H, D)."""
+    T, width = qkv.shape
+    data = kv.data
     if qkv.stride(1) != 1 or data.dtype is not qkv.dtype or data.stride(4) != 1:
-        raise ValueError("rope_store_kv: the C member needs dense rows and a cache of the type of qkv")
+        raise ValueError("rope_store_kv: the C member needs dense rows and a cache of qkv's dtype")
     plane, block, token, head, _ = data.stride()
-    c_library()[0].run(_ROPE(
-        2, bf, T * W, qkv.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr(),
-        data.data_ptr(), plane, block, token, head, data.shape[2], positions.dtype is torch.int64,
-        T, H, KH, D, qkv.stride(0), cos_sin.shape[1], interleaved), 1)
+    _run_rope(qkv.dtype is _BF16, T * width, qkv.data_ptr(), cos_sin.data_ptr(),
+              positions.data_ptr(), slot_mapping.data_ptr(), data.data_ptr(),
+              plane, block, token, head, data.shape[2], positions.dtype is torch.int64,
+              T, H, KH, D, qkv.stride(0), cos_sin.shape[1], interleaved)
     return qkv[:, :H * D].unflatten(1, (H, D))
 
 
 def argmax_c(logits):
-    """logits (S, V), fp32 or bf16 -> int64 (S,): the lowest index of the largest value; NaN is ignored."""
+    """logits (S, V), fp32 or bf16 -> int64 (S,): lowest index of the largest; NaN is ignored."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     S, V = logits.shape
     out = torch.empty(S, dtype=torch.int64)
-    c_library()[0].run(_ARGMAX(3, logits.dtype is _BF16, S * V // 16, logits.data_ptr(), out.data_ptr(),
-                               S, V, logits.stride(0)), 1)
+    _run_argmax(logits.dtype is _BF16, S * V // 16, logits.data_ptr(), out.data_ptr(),
+                S, V, logits.stride(0))
     return out
 
 
 def attention_c(q, kv, meta, scale, window=0, softcap=0.0):
-    """q (T, H, D) over the paged cache -> (T, H, D). Query and cache both fp32 or both bf16."""
+    """q (T, H, D) over the paged cache -> (T, H, D). Query and cache both fp32 or both bf16.
+
+    Prompts, chunks of prompts and decode rows in one call; any head width, group and block size.
+    """
     T, H, D = q.shape
-    data, table = kv.data, meta.block_table
+    data, table, S = kv.data, meta.block_table, meta.seq_lens.shape[0]
     if q.stride(2) != 1 or q.stride(1) != D:
         q = q.contiguous()
     if data.dtype is not q.dtype or data.stride(4) != 1:
-        raise ValueError("attention: the C member needs a cache of the type of q with dense heads")
+        raise ValueError("attention: the C member needs a cache of the dtype of q")
     out = torch.empty((T, H, D), dtype=q.dtype)
     plane, block, token, head, _ = data.stride()
-    c_library()[0].run(_ATTENTION(
-        4, q.dtype is _BF16, D * meta.max_seq_len * (T * H + 37 * len(meta.seq_lens) * data.shape[3]) // 50, q.data_ptr(), out.data_ptr(), data.data_ptr(),
-        meta.query_start_loc.data_ptr(), meta.seq_lens.data_ptr(), table.data_ptr(),
-        plane, block, token, head, data.shape[2], meta.seq_lens.shape[0], table.stride(0), H, data.shape[3], D,
-        q.stride(0), window, scale, softcap), 1)
+    KH = data.shape[3]
+    ns = D * meta.max_seq_len * (T * H // 50 + S * KH * 3 // 4)      # arithmetic, and cache reads
+    _run_attention(q.dtype is _BF16, ns, q.data_ptr(), out.data_ptr(), data.data_ptr(),
+                   meta.query_start_loc.data_ptr(), meta.seq_lens.data_ptr(), table.data_ptr(),
+                   plane, block, token, head, data.shape[2], S, table.stride(0), H, KH, D,
+                   q.stride(0), window, scale, softcap)
     return out
 
 
 def pack_linear(weight):
-    """weight (N, K) bf16 -> (panels, K/2, 32, 2), N padded with zeros to whole panels. K must be even."""
+    """weight (N, K) -> bf16 panels (N/32, K/2, 32, 2) for linear_c, N padded with zeros; K even.
+
+    A panel is 32 output columns, k by k and two k at a time, in the order in which the inner loop
+    reads them. As many bytes as the weight itself, which is no longer needed.
+    """
     N, K = weight.shape
     if K % 2:
         raise ValueError(f"pack_linear: the input width must be even, not {K}")
@@ -1916,13 +2070,18 @@ def pack_linear(weight):
 
 
 def linear_c(x, packed, N, K, bias=None):
-    """x (T, K) bf16 times packed weights -> (T, N) bf16."""
+    """x (T, K) bf16 times the weight (N, K) that pack_linear packed, plus bias (N,) -> (T, N)."""
+    panels = -(-N // 32)
+    if x.dtype is not _BF16 or x.shape[1] != K or packed.shape[:2] != (panels, K // 2):
+        raise ValueError(f"linear: x {tuple(x.shape)} {x.dtype}, weight ({N}, {K}) "
+                         f"packed {tuple(packed.shape)}")
     if x.stride(1) != 1:
         x = x.contiguous()
     T = x.shape[0]
     out = torch.empty((T, N), dtype=_BF16)
-    c_library()[0].run(_LINEAR(5, 1, N * K // 16 + T * N * K // 250, x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(),
-                               out.data_ptr(), T, N, K, x.stride(0)), 1)
+    ns = N * K // 16 + T * N * K // 250                  # reading the weights, and arithmetic
+    _run_linear(1, ns, x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(),
+                out.data_ptr(), T, N, K, x.stride(0))
     return out
 
 
