@@ -266,7 +266,7 @@ def argmax_ref(logits):
 # A Triton program is one block of threads that owns one tile of the output and streams tiles of the
 # inputs through shared memory. What is tuned per GPU is the tile, and only the tile:
 #
-#     TILES[operation, bytes of a row][architecture] = rows, columns, warps, pipeline stages
+#     TILES[operation, size][architecture] = rows, columns, warps, pipeline stages
 #
 # Too large a tile runs out of registers and spills to memory; too small a one waits for it.
 #
@@ -281,8 +281,6 @@ LOG2E = tl.constexpr(1.4426950408889634) if triton else None    # exp(x) = exp2(
 NATIVE_FP8 = {"sm_90", "sm_100", "interpreter"}    # can convert e4m3; the others unpack its bits
 SPLIT_TOKENS = 256     # context tokens per program of the split attention; a multiple of every tile
 SHORT_QUERY = 8        # sequences with at most this many new tokens take the split attention
-
-
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TMA_ARCHS = {"sm_90", "sm_100", "interpreter"}     # have a copy engine that takes coordinates
 # (operation, padded bytes of a head, or rows of x) -> (rows, columns, warps, stages) per ARCHS
@@ -384,7 +382,7 @@ def precision(dtype):
 @jit
 def _rms_norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, stride_t, stride_h, eps, heads,
                      E: tl.constexpr, EP: tl.constexpr, RESIDUAL: tl.constexpr):
-    """One program, one row: the whole row fits in registers, so x is read once."""
+    """One program, one row, read once. 4 E bytes in bf16, 12 E with a residual."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EP)
     ok = e < E
@@ -410,7 +408,7 @@ def _rms_norm_triton(x, weight, eps, residual=None):
 
 @jit
 def _silu_mul_kernel(x_ptr, y_ptr, F: tl.constexpr, BF: tl.constexpr):
-    """One program, one piece of BF columns of one row."""
+    """One program, one piece of BF columns of one row: 6 BF bytes in bf16."""
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BF + tl.arange(0, BF)
     ok = f < F
@@ -546,12 +544,12 @@ def _argmax_triton(logits):
 #                                                A  = A alpha + p v
 #                                            at the end:  o = A / l,  lse = m + log l
 #
-# alpha repairs what was summed under the old maximum; without it the result is wrong by exp(m' -
-# m). One row is one query token and one head. The G heads that share a KV head are rows of one
-# tile, so K and V are read once for all of them:  row r = token r // G, head r % G.
+# alpha repairs what was summed under the old maximum; without it those terms weigh too much. One
+# row is one query token and one head. The G heads that share a KV head are rows of one tile, so K
+# and V are read once for all of them:  row r = token r // G, head r % G.
 #
-# Bytes, one head of N tokens, fp16 units of elements: plain 4 N^2 + 4 N D; here 2 N D + N + 2 N D
-# per tile of queries (section 11 has the formulas and the article's table).
+# Elements moved, one head of N tokens: plain attention 4 N^2 + 4 N D; here 2 N D + N, and 2 N D
+# more for each tile of queries (section 11 has the formulas and the article's table).
 #
 # Invariant: hidden scores are -inf, and V of a hidden key is 0: 0 * NaN would be NaN.
 # Invariant: a row that sees nothing has m = -inf; it is replaced by 0 before the subtraction, so
@@ -664,7 +662,7 @@ def _flash_kernel(
 @jit
 def _flash_delta_kernel(o_ptr, do_ptr, delta_ptr, rows, D: tl.constexpr, DP: tl.constexpr,
                         BM: tl.constexpr):
-    """delta = rowsum(dO * O), fp32: what the softmax subtracts from dP in the backward pass."""
+    """delta = rowsum(dO * O), fp32: what the softmax subtracts from dP. Reads O and dO once."""
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     d = tl.arange(0, DP)
     at = r.to(tl.int64)[:, None] * D + d[None, :]
@@ -684,6 +682,7 @@ def _flash_dkdv_kernel(
 
     P is recomputed from the saved lse, transposed (keys x queries), for each head of the group:
         P^T = exp(S^T - lse)      dV += P^T dO      dS = P (dP - delta)      dK += dS^T Q scale
+    Reads K and V once, Q and dO once per key block of their sequence.
     Why: the owner of a tile sums it alone, in one order. No atomics, so the result is reproducible.
     """
     kvh = tl.program_id(1)
@@ -737,9 +736,11 @@ def _flash_dq_kernel(
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, start_q_ptr, start_k_ptr, scale,
         softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
         BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-        STAGES: tl.constexpr,
-        PRECISION: tl.constexpr):
-    """Grid (query blocks, query heads, sequences). One program owns one tile of dQ = dS K scale."""
+        STAGES: tl.constexpr, PRECISION: tl.constexpr):
+    """Grid (query blocks, query heads, sequences). One program owns one tile of dQ = dS K scale.
+
+    Reads Q and dO once, K and V once per query block and head.
+    """
     h = tl.program_id(1)
     seq = tl.program_id(2)
     q0 = tl.load(start_q_ptr + seq)
@@ -842,8 +843,13 @@ def _flash_backward_triton(do, q, k, v, out, lse, start_q, start_k, max_q, max_k
 # Invariant: which launch serves a sequence, and where its context is cut, depend on that sequence
 #   alone, so a decode step gives the same bits whatever else is in the batch.
 # Invariant: a query block never spans two sequences; row r of it is token r // G, head r % G.
+# Why: a captured graph keeps its grid. Capture with max_seq_len = the longest context: pieces past
+#   the end of a sequence return at once, and padding rows (seq_len 0) give zeros.
+# Why: two launches whenever a step has a long sequence, even if it has no short one: which it has
+#   is known on the device only, and asking would make the host wait. Programs without work return.
 # Why: block ids become int64 before they are multiplied: 2^31 elements are 4 GiB of bf16, a small
 #   cache.
+# Try: SPLIT_TOKENS = 1 << 20 (no cut) and `bench.py kernels` on a GPU: only "decode S 1" suffers.
 # Simplification: long sequences are not cut; a lone chunk at the end of a long context leaves
 #   processors idle. The mask is computed on every tile, although only the last ones need it.
 
@@ -960,7 +966,11 @@ def _merge_pieces_kernel(
         part_ptr, part_lse_ptr, out_ptr, lse_ptr, start_ptr, len_ptr, stride_piece, num_seqs,
         H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr,
         LIMIT: tl.constexpr, PIECE: tl.constexpr):
-    """Grid (T, H): merge the pieces that this row saw, in order, as if each were one tile."""
+    """Grid (T, H): merge the pieces that this row saw, in order, as if each were one tile.
+
+        m' = max(m, lse_c)    acc = acc 2^(m - m') + o_c 2^(lse_c - m')    l likewise with 1 for o_c
+    One piece alone comes back bit for bit, so a context may pass from one piece to two unnoticed.
+    """
     t = tl.program_id(0)
     h = tl.program_id(1)
     seq = _find_sequence(start_ptr, t, num_seqs, 1, 0)
@@ -1249,8 +1259,8 @@ def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
 # Every matrix product in it (q k^T, p v, the linear layers) is one inner loop, `tile`: up to 8 rows
 # times a *packed panel*, 32 columns laid out in the order in which the loop reads them.
 #
-# Invariant: the bits of a row depend on that row alone, not on batch, chunking or thread count. Sums
-#   run in an order fixed by position: 16 lanes, pairs of k, chunks of 128 tokens.
+# Invariant: the bits of a row depend on that row alone, not on batch, chunking or thread count.
+#   Sums run in an order fixed by position: 16 lanes, pairs of k, chunks of 128 tokens.
 # Invariant: what a token must not see is never read as a number; zeros stand in its place.
 # Why: not -ffast-math. It lets the compiler reorder the sums of each loop as it likes, and assume
 #   that NaN does not exist. The lanes are written out instead, and the loops are as fast.
@@ -1996,7 +2006,7 @@ def rms_norm_c(x, weight, eps, residual=None):
         x = x.contiguous()
     if weight.dtype is not _BF16 and weight.dtype is not torch.float32:
         weight = weight.float()
-    if residual is not None and (residual.dtype is not torch.float32 or not residual.is_contiguous()):
+    if residual is not None and not (residual.dtype is torch.float32 and residual.is_contiguous()):
         raise ValueError("rms_norm: the residual must be fp32 and contiguous")
     rows = x.shape[0] * inner
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -2543,6 +2553,27 @@ def attention_pairs(N, window, first):
     """
     near = sum(min(i + 1, window) for i in range(N))
     return N * (N + 1) // 2, near + sum(min(first, max(0, i + 1 - window)) for i in range(N))
+
+
+def favor_error(features=(16, 64, 256, 1024), D=8, draws=8):
+    """Relative error of exp(q k^T) from random features, by number of features (Performer, FAVOR+).
+
+    exp(q.k) = E[phi(q).phi(k)], phi(x) = exp(w.x - |x|^2 / 2), w normal, orthogonal in blocks of D.
+    An approximation, shown for comparison: everything else in this file keeps every pair.
+    """
+    import numpy as np
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(64, D)) * 0.5 for _ in range(2))
+    exact, error = np.exp(q @ k.T), {}
+    for count in features:
+        errors = []
+        for _ in range(draws):
+            blocks = [np.linalg.qr(rng.normal(size=(D, D)))[0] * np.sqrt(rng.chisquare(D, (D, 1)))
+                      for _ in range(count // D)]
+            phi = lambda x: np.exp(x @ np.concatenate(blocks).T - (x * x).sum(1, keepdims=True) / 2)
+            errors.append(np.abs(phi(q) @ phi(k).T / count - exact).mean() / exact.mean())
+        error[count] = float(np.mean(errors))
+    return error
 
 
 def hadamard(D):
