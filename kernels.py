@@ -60,9 +60,9 @@ except ImportError:             # Triton is published for Linux; elsewhere its m
 FORCE: str | None = None     # "torch", "triton" or "c": every wrapper runs that member
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 1  Formats
-# ======================================================================================================
+# ==================================================================================================
 # The cache of one layer is a heap of fixed-size blocks; who owns which block is written in a table.
 #
 #     block_table[s] = [7, 3, 11]              BS = 4
@@ -112,9 +112,9 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype in FP8_MAX else x
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 2  References
-# ======================================================================================================
+# ==================================================================================================
 # The definition of each operation. Slow and obvious; the other members are compared with these.
 #
 #     rms_norm   y = x / sqrt(mean(x^2) + eps) * w
@@ -260,9 +260,9 @@ def argmax_ref(logits):
     return logits.argmax(dim=-1)
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 3  Launching Triton kernels
-# ======================================================================================================
+# ==================================================================================================
 # A Triton program is one block of threads that owns one tile of the output and streams tiles of the
 # inputs through shared memory. What is tuned per GPU is the tile, and only the tile:
 #
@@ -283,7 +283,8 @@ SPLIT_TOKENS = 256     # context tokens per program of the split attention; a mu
 SHORT_QUERY = 8        # sequences with at most this many new tokens take the split attention
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TMA_ARCHS = {"sm_90", "sm_100", "interpreter"}     # have a copy engine that takes coordinates
-# (operation, padded bytes of a head, or rows of x) -> (rows, columns, warps, stages) per ARCHS
+# (operation, padded bytes of a head, or rows of x) -> per ARCHS (rows, columns, warps, stages) and,
+# where the assembler would spill, the number of registers
 TILES = {
     ("flash", 128): ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
     ("flash", 256): ((64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
@@ -294,29 +295,35 @@ TILES = {
     ("flash_dq", 128): ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1)),
     ("flash_dq", 256): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1)),
     ("flash_dq", 512): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 4, 1)),
-    ("paged_short", 128): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 2)),
+    ("paged_short", 128): ((16, 64, 4, 3), (16, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 2)),
     ("paged_short", 256): ((16, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
     ("paged_short", 512): ((16, 32, 4, 2), (16, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2)),
-    ("paged_long", 128): ((64, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+    ("paged_long", 128): ((64, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 3, 255), (64, 64, 4, 2)),
     ("paged_long", 256): ((64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1)),
     ("paged_long", 512): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 16, 8, 1)),
     ("int8_matmul", 16): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 1)),
     ("int8_matmul", 64): ((64, 64, 4, 2), (64, 128, 4, 3), (64, 128, 4, 3), (64, 64, 4, 1)),
     ("int4_matmul", 16): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 2)),
     ("int4_matmul", 64): ((32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
-    ("fp8_matmul", 16): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 1)),
+    ("fp8_matmul", 16): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3, 168), (16, 64, 4, 1)),
     ("fp8_matmul", 64): ((64, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 1)),
 }
 
 
-def tile_for(kind, D, dtype):
-    """Tile (rows, columns, warps, stages) of an attention kernel on this device."""
+def tile_for(kind, size, dtype=None):
+    """(rows, columns, launch options) of a kernel's tile.
+
+    size: D of an attention kernel with q of `dtype`, or the rows of x of a matrix product.
+    """
     if INTERPRET:
-        return (16 if kind == "paged_short" else 32, 32, 4, 1)
-    if dtype == torch.float32:          # exact, for checking: no matrix unit, registers hold tiles
-        return (16, 16, 4, 1)
-    head = max(128, pow2(D) * dtype.itemsize)
-    return TILES[kind, head][ARCHS.index(arch())]
+        rows = 16 if kind == "paged_short" or dtype is None else 32
+        columns, *rest = 32 if dtype else 64, 4
+    elif dtype == torch.float32:        # exact, for checking: no matrix unit, registers hold tiles
+        rows, columns, *rest = (16, 16, 4, 1, 255)
+    else:
+        key = max(128, pow2(size) * dtype.itemsize) if dtype else 16 if size <= 16 else 64
+        rows, columns, *rest = TILES[kind, key][ARCHS.index(arch())]
+    return rows, columns, hardware(*rest)
 
 
 def arch():
@@ -334,10 +341,13 @@ def launch(kernel, grid, *args, **meta):
     kernel[grid](*args, **meta)
 
 
-def hardware(warps, stages=1):
-    """Launch options of a tile. NVIDIA: up to 255 registers a thread, else the assembler may prefer
-    spilling a few of them when that fits one more program on a multiprocessor."""
-    limit = {"maxnreg": 255} if arch().startswith("sm_") else {}
+def hardware(warps, stages=1, registers=0):
+    """Launch options of a tile.
+
+    registers: the limit for one thread; 0 leaves it to the assembler, which may spill a few when that
+    fits one more program on a multiprocessor.
+    """
+    limit = {"maxnreg": registers} if registers and arch().startswith("sm_") else {}
     return dict(num_warps=warps, num_stages=stages, **limit)
 
 
@@ -364,9 +374,9 @@ def precision(dtype):
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 4  Memory-bound kernels
-# ======================================================================================================
+# ==================================================================================================
 # These do a handful of operations per byte, and a GPU can do hundreds in the time one byte takes.
 # Time is bytes moved; the only ways to be faster are to move each byte once and to move nothing
 # twice.
@@ -531,9 +541,9 @@ def _argmax_triton(logits):
     return y
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 5  Flash attention
-# ======================================================================================================
+# ==================================================================================================
 # Attention over n keys needs an n x n matrix of scores that is used once. Flash attention (Dao et
 # al. 2022, 2023) never writes it: a tile of scores is made, used and forgotten in registers.
 #
@@ -786,7 +796,7 @@ def _flash_dq_kernel(
 def _flash_triton(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0):
     T, H, D = q.shape
     G = H // k.shape[1]
-    BM, BN, warps, stages = tile_for("flash", D, q.dtype)
+    BM, BN, options = tile_for("flash", D, q.dtype)
     BM = max(BM, pow2(G))
     out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
@@ -798,7 +808,7 @@ def _flash_triton(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0
     launch(_flash_kernel, (-(-max_q // (BM // G)), k.shape[1], len(start_q) - 1), q, k, v, out, lse,
            start_q, start_k, scale, softcap, q.stride(0), k.stride(0), H=H, G=G, D=D,
            DP=max(16, pow2(D)), BM=BM, BN=BN, WINDOW=window, SOFTCAP=softcap > 0, TMA=tma,
-           STAGES=stages, PRECISION=precision(q.dtype), **hardware(warps, stages))
+           STAGES=options["num_stages"], PRECISION=precision(q.dtype), **options)
     return out, lse
 
 
@@ -810,22 +820,21 @@ def _flash_backward_triton(do, q, k, v, out, lse, start_q, start_k, max_q, max_k
     delta = torch.empty(T, H, dtype=torch.float32, device=q.device)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     launch(_flash_delta_kernel, (-(-T * H // 64),), out, do, delta, T * H, D=D, DP=DP, BM=64,
-           **hardware(4))
+           **hardware(4, 1, 255))
     common = dict(H=H, G=H // KH, D=D, DP=DP, WINDOW=window, SOFTCAP=softcap > 0,
                   PRECISION=precision(q.dtype))
-    BM, BN, warps, stages = tile_for("flash_dkdv", D, q.dtype)
+    BM, BN, options = tile_for("flash_dkdv", D, q.dtype)
     launch(_flash_dkdv_kernel, (-(-max_k // BN), KH, S), q, k, v, do, lse, delta, dk, dv, start_q,
-           start_k, scale, softcap, BM=BM, BN=BN, STAGES=stages, **hardware(warps, stages),
-           **common)
-    BM, BN, warps, stages = tile_for("flash_dq", D, q.dtype)
+           start_k, scale, softcap, BM=BM, BN=BN, STAGES=options["num_stages"], **options, **common)
+    BM, BN, options = tile_for("flash_dq", D, q.dtype)
     launch(_flash_dq_kernel, (-(-max_q // BM), H, S), q, k, v, do, lse, delta, dq, start_q, start_k,
-           scale, softcap, BM=BM, BN=BN, STAGES=stages, **hardware(warps, stages), **common)
+           scale, softcap, BM=BM, BN=BN, STAGES=options["num_stages"], **options, **common)
     return dq, dk, dv
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 6  Paged attention
-# ======================================================================================================
+# ==================================================================================================
 # The flash kernel with two changes: keys are found through the block table, and a long context may
 # be cut in pieces that run at the same time (flash decoding).
 #
@@ -1019,13 +1028,13 @@ def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None)
                   KV=fmt, LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, PRECISION=precision(q.dtype))
 
     def run(kind, grid_x, pieces, o, lse):
-        BM, BN, warps, stages = tile_for(kind, D, q.dtype)
+        BM, BN, options = tile_for(kind, D, q.dtype)
         BM = max(BM, pow2(H // KH))
         blocks = grid_x(BM // (H // KH))
         launch(_paged_kernel, (blocks, KH, pieces), q, data[0], data[1], *steps, o, lse, *tables,
                *factors, softcap, q.stride(0), meta.block_table.stride(0), T * H * D, S, BM=BM,
-               BN=BN, SHORT=kind == "paged_short", PER=blocks // S, SPLIT=pieces > 1, STAGES=stages,
-               **hardware(warps, stages), **common)
+               BN=BN, SHORT=kind == "paged_short", PER=blocks // S, SPLIT=pieces > 1,
+               STAGES=options["num_stages"], **options, **common)
 
     if meta.max_query_len > SHORT_QUERY:
         run("paged_long", lambda BQ: T // BQ + S, 1, out, lse)
@@ -1043,9 +1052,9 @@ def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None)
     return out
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 7  Narrow weights
-# ======================================================================================================
+# ==================================================================================================
 # A decode step reads every weight once for a handful of rows, so its time is the bytes of the
 # weights: 4-bit codes are a quarter of bf16. The codes are widened in registers, next to the matrix
 # unit.
@@ -1219,12 +1228,10 @@ def _fp8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.con
 def _matmul_triton(kernel, name, x, N, *args, **meta):
     """Launch one of the three products: tiles by the number of rows, y (T, N)."""
     T, K = x.shape
-    BM, BN, warps, stages = (16, 64, 4, 1)
-    if not INTERPRET:
-        BM, BN, warps, stages = TILES[name, 16 if T <= 16 else 64][ARCHS.index(arch())]
+    BM, BN, options = tile_for(name, T)
     y = torch.empty(T, N, dtype=x.dtype, device=x.device)
     launch(kernel, (-(-N // BN), -(-T // BM)), x, *args, y, T, N, K, x.stride(0), BM=BM, BN=BN,
-           BK=DEPTH, STAGES=stages, PRECISION=precision(x.dtype), **hardware(warps, stages), **meta)
+           BK=DEPTH, STAGES=options["num_stages"], PRECISION=precision(x.dtype), **options, **meta)
     return y
 
 
@@ -1246,9 +1253,9 @@ def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
                           FP8_INPUTS=fp8_inputs)
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 8  The CPU members, in C
-# ======================================================================================================
+# ==================================================================================================
 # A decode step on a CPU is two hundred small operators, and a general library spends more time in
 # starting them than in reading memory. One C source string holds the whole set. The system's own
 # compiler builds it at first use, ctypes loads it; without a compiler the references run instead.
@@ -1532,26 +1539,28 @@ INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long
   ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
 
 // ---- linear layers ------------------------------------------------------------------------------
-// out[T][N] = x[T][K] @ w^T + bias in bf16. Threads share the panels. Rows go in blocks of 192, so
-// that a block of x stays in the second-level cache while the panels pass by.
-INLINE void linear_rows(int R, const char *panel, const char *x, long ldx, long K, const char *bias,
+// out[T][N] = x[T][K] @ w^T + bias in bf16, out also in fp32. Threads share the panels. Rows go in
+// blocks of 192: a block of x stays in the second-level cache while the panels pass by.
+INLINE void linear_rows(int R, int bf_out, const char *panel, const char *x, long ldx, long K,
+                        const char *bias,
                         char *out, long column, long N) {
   f32s c[ROWS][2];
   tile(1, R, panel, x, ldx, K, c);
   for (int r = 0; r < R; r++) for (int j = 0; j < 2 && column + 16 * j < N; j++) {
     if (bias) c[r][j] += get(1, bias, column + 16 * j, N);
-    put(1, out + r * N * 2, column + 16 * j, N, c[r][j]);
+    put(bf_out, out + r * N * size_of(bf_out), column + 16 * j, N, c[r][j]);
   }
 }
-static void linear(Team *t, const char *x, const char *w, const char *bias, char *out, long T,
+INLINE void linear(int bf_out, Team *t, const char *x, const char *w, const char *bias, char *out,
+                   long T,
                    long N, long K, long ldx) {
   long panels = (N + NC - 1) / NC, step = 1 + panels / (8 * omp_get_num_threads());
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
   for (long i; (i = next(t)) < groups * blocks;) {
     long p0 = i % groups * step, m0 = i / groups * 192, m1 = least(T, m0 + 192);
     for (long p = p0; p < least(panels, p0 + step); p++) for (long m = m0; m < m1; m += ROWS)
-      WITH_R(m1 - m, linear_rows, w + p * K * NC * 2, x + m * ldx * 2, ldx, K, bias,
-             out + m * N * 2, p * NC, N)
+      WITH_R(m1 - m, linear_rows, bf_out, w + p * K * NC * 2, x + m * ldx * 2, ldx, K, bias,
+             out + m * N * size_of(bf_out), p * NC, N)
   }
 }
 
@@ -1916,7 +1925,7 @@ static void execute(Team *t, const Op *o, const Attn *a) {
                     n[11], n[12]);
     case ARGMAX: BOTH(argmax, t, p[0], (int64_t *)p[1], n[0], n[1], n[2]);
     case ATTENTION: BOTH(attention, t, a);
-    case LINEAR: linear(t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3]);
+    case LINEAR: BOTH(linear, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3]);
   }
 }
 void run(const Op *o) {
@@ -2087,8 +2096,9 @@ def pack_linear(weight):
     return padded.view(-1, 32, K // 2, 2).transpose(1, 2).contiguous()
 
 
-def linear_c(x, packed, N, K, bias=None):
-    """x (T, K) bf16 times the weight (N, K) that pack_linear packed, plus bias (N,) -> (T, N)."""
+def linear_c(x, packed, N, K, bias=None, dtype=_BF16):
+    """x (T, K) bf16 times the weight (N, K) that pack_linear packed, plus bias (N,) -> (T, N), bf16
+    or, as it was accumulated, fp32."""
     panels = -(-N // 32)
     if x.dtype is not _BF16 or x.shape[1] != K or packed.shape[:2] != (panels, K // 2):
         raise ValueError(f"linear: x {tuple(x.shape)} {x.dtype}, weight ({N}, {K}) "
@@ -2096,16 +2106,17 @@ def linear_c(x, packed, N, K, bias=None):
     if x.stride(1) != 1:
         x = x.contiguous()
     T = x.shape[0]
-    out = torch.empty((T, N), dtype=_BF16)
+    out = torch.empty((T, N), dtype=dtype)
     ns = N * K // 16 + T * N * K // 250                  # reading the weights, and arithmetic
-    _run_linear(1, ns, x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(),
+    _run_linear(dtype is _BF16, ns, x.data_ptr(), packed.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
                 out.data_ptr(), T, N, K, x.stride(0))
     return out
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 9  Wrappers
-# ======================================================================================================
+# ==================================================================================================
 # One public function per operation. It refuses what the kernels cannot do, with the reason, then
 # runs one member of the pair:
 #
@@ -2272,6 +2283,35 @@ def fp8_matmul(x, weight, scales, fp8_inputs=False):
     return run_member("fp8_matmul", x, x, weight, scales, fp8_inputs)
 
 
+@dataclass
+class PackedWeight:
+    """A weight of shape (N, K) as the C member reads it, see pack_linear."""
+    panels: torch.Tensor
+    shape: tuple[int, int]
+
+
+def prepare_weight(weight):
+    """The weight (N, K) of a linear layer in the layout its machine multiplies fastest.
+
+    On a CPU, in bf16 and with a C compiler: panels, instead of the weight. Elsewhere the weight
+    itself, for the library's product.
+    """
+    N, K = weight.shape
+    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and K % 2 == 0
+    if packs and FORCE != "torch" and c_library()[0]:
+        return PackedWeight(pack_linear(weight), (N, K))
+    return weight
+
+
+def linear(x, weight, bias=None, dtype=None):
+    """x (T, K) times a prepared weight (N, K), plus bias (N,) -> (T, N) in dtype (default: x's).
+    """
+    dtype = dtype or x.dtype
+    if isinstance(weight, PackedWeight):
+        return linear_c(x, weight.panels, *weight.shape, bias, dtype)
+    return F.linear(x, weight, bias).to(dtype)
+
+
 KERNELS: dict[str, Kernel] = {
     "rms_norm": Kernel(rms_norm_ref, _rms_norm_triton, rms_norm_c),
     "silu_mul": Kernel(silu_mul_ref, _silu_mul_triton, silu_mul_c),
@@ -2286,9 +2326,9 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 10  Attention backends
-# ======================================================================================================
+# ==================================================================================================
 # Candidate, possible, selected, executed are four different facts; this section keeps them apart.
 #
 #     ATTENTION            candidates, in order of preference
@@ -2404,9 +2444,9 @@ def select_attention(requested="auto", **facts):
     return ATTENTION[chosen], lines
 
 
-# ======================================================================================================
+# ==================================================================================================
 # 11  The numbers of article 7
-# ======================================================================================================
+# ==================================================================================================
 # Flash attention is an argument about bytes. These functions count what the kernels above move, so
 # that the argument can be checked without a GPU; each is called by a test with the article's
 # numbers.
