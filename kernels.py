@@ -297,9 +297,10 @@ TILES = {
     ("flash_dq", 512): ((32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1), (32, 16, 4, 1)),
     ("paged_short", 128): ((16, 64, 4, 3), (16, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 2)),
     ("paged_short", 256): ((16, 64, 4, 2), (16, 64, 4, 3), (16, 64, 4, 3), (16, 32, 4, 2)),
-    ("paged_short", 512): ((16, 32, 4, 2), (16, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2)),
+    ("paged_short", 512): ((16, 32, 4, 2), (16, 32, 4, 3, 255), (16, 32, 4, 3, 255),
+                           (16, 16, 4, 2)),
     ("paged_long", 128): ((64, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 3, 255), (64, 64, 4, 2)),
-    ("paged_long", 256): ((64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 1)),
+    ("paged_long", 256): ((64, 64, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2, 255), (64, 32, 4, 1)),
     ("paged_long", 512): ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 16, 8, 1)),
     ("int8_matmul", 16): ((16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 3), (16, 64, 4, 1)),
     ("int8_matmul", 64): ((64, 64, 4, 2), (64, 128, 4, 3), (64, 128, 4, 3), (64, 64, 4, 1)),
@@ -344,8 +345,8 @@ def launch(kernel, grid, *args, **meta):
 def hardware(warps, stages=1, registers=0):
     """Launch options of a tile.
 
-    registers: the limit for one thread; 0 leaves it to the assembler, which may spill a few when that
-    fits one more program on a multiprocessor.
+    registers: the limit for one thread; 0 leaves it to the assembler, which may spill a few when
+    that fits one more program on a multiprocessor.
     """
     limit = {"maxnreg": registers} if registers and arch().startswith("sm_") else {}
     return dict(num_warps=warps, num_stages=stages, **limit)
@@ -1538,29 +1539,43 @@ INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long
   ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) \
   ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
 
-// ---- linear layers ------------------------------------------------------------------------------
-// out[T][N] = x[T][K] @ w^T + bias in bf16, out also in fp32. Threads share the panels. Rows go in
-// blocks of 192: a block of x stays in the second-level cache while the panels pass by.
-INLINE void linear_rows(int R, int bf_out, const char *panel, const char *x, long ldx, long K,
-                        const char *bias,
-                        char *out, long column, long N) {
-  f32s c[ROWS][2];
+// ---- linear layers ----------------------------------------------------------------------------
+// out[T][N] = x[T][K] @ w^T + bias, w in bf16. An fp32 x is split into two bf16 numbers, x = high +
+// low, and multiplied twice: 16 bits of x count, and at few rows, where reading w takes the time,
+// it costs nothing. Threads share the panels. Rows go in blocks of 192: a block of x stays in the
+// second-level cache while the panels pass by.
+INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char *x,
+                        const char *low, long ldx, long K, const char *bias, char *out,
+                        long column, long N) {
+  f32s c[ROWS][2], d[ROWS][2];
   tile(1, R, panel, x, ldx, K, c);
+  if (!bf) tile(1, R, panel, low, ldx, K, d);
   for (int r = 0; r < R; r++) for (int j = 0; j < 2 && column + 16 * j < N; j++) {
-    if (bias) c[r][j] += get(1, bias, column + 16 * j, N);
+    if (!bf) c[r][j] += d[r][j];
+    if (bias) c[r][j] += get(bf, bias, column + 16 * j, N);
     put(bf_out, out + r * N * size_of(bf_out), column + 16 * j, N, c[r][j]);
   }
 }
-INLINE void linear(int bf_out, Team *t, const char *x, const char *w, const char *bias, char *out,
-                   long T,
-                   long N, long K, long ldx) {
+INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
+                   long T, long N, long K, long ldx, int bf_out) {
   long panels = (N + NC - 1) / NC, step = 1 + panels / (8 * omp_get_num_threads());
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
+  char *low = (char *)t->shared + T * K * 2;
+  if (!bf) {
+    char *high = (char *)t->shared;
+    for (long m; (m = next(t)) < T;) for (long i = 0; i < K; i += 16) {
+      f32s v = get(0, x + m * ldx * 4, i, K);
+      put(1, high + m * K * 2, i, K, v);
+      put(1, low + m * K * 2, i, K, v - get(1, high + m * K * 2, i, K));
+    }
+    barrier(t);
+    x = high; ldx = K;
+  }
   for (long i; (i = next(t)) < groups * blocks;) {
     long p0 = i % groups * step, m0 = i / groups * 192, m1 = least(T, m0 + 192);
     for (long p = p0; p < least(panels, p0 + step); p++) for (long m = m0; m < m1; m += ROWS)
-      WITH_R(m1 - m, linear_rows, bf_out, w + p * K * NC * 2, x + m * ldx * 2, ldx, K, bias,
-             out + m * N * size_of(bf_out), p * NC, N)
+      WITH_R(m1 - m, linear_rows, bf, bf_out, w + p * K * NC * 2, x + m * ldx * 2,
+             low + m * ldx * 2, ldx, K, bias, out + m * N * size_of(bf_out), p * NC, N)
   }
 }
 
@@ -1925,7 +1940,7 @@ static void execute(Team *t, const Op *o, const Attn *a) {
                     n[11], n[12]);
     case ARGMAX: BOTH(argmax, t, p[0], (int64_t *)p[1], n[0], n[1], n[2]);
     case ATTENTION: BOTH(attention, t, a);
-    case LINEAR: BOTH(linear, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3]);
+    case LINEAR: BOTH(linear, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4]);
   }
 }
 void run(const Op *o) {
@@ -1933,6 +1948,7 @@ void run(const Op *o) {
   Attn a = {0};
   size_t shared = 0;
   if (o->kind == ATTENTION) { a = attn_of(o); shared = shared_space(&a, threads); }
+  if (o->kind == LINEAR && !o->bf) shared = o->n[0] * o->n[2] * 4;
   Team team = {.shared = (float *)room(&common, shared)};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   execute(&team, o, &a);
@@ -2004,7 +2020,7 @@ _run_silu = _record(1, 2, 3, 0)
 _run_rope = _record(2, 5, 13, 0)
 _run_argmax = _record(3, 2, 3, 0)
 _run_attention = _record(4, 6, 12, 2)
-_run_linear = _record(5, 4, 4, 0)
+_run_linear = _record(5, 4, 5, 0)
 _BF16 = torch.bfloat16
 
 
@@ -2096,21 +2112,21 @@ def pack_linear(weight):
     return padded.view(-1, 32, K // 2, 2).transpose(1, 2).contiguous()
 
 
-def linear_c(x, packed, N, K, bias=None, dtype=_BF16):
-    """x (T, K) bf16 times the weight (N, K) that pack_linear packed, plus bias (N,) -> (T, N), bf16
-    or, as it was accumulated, fp32."""
-    panels = -(-N // 32)
-    if x.dtype is not _BF16 or x.shape[1] != K or packed.shape[:2] != (panels, K // 2):
-        raise ValueError(f"linear: x {tuple(x.shape)} {x.dtype}, weight ({N}, {K}) "
-                         f"packed {tuple(packed.shape)}")
+def linear_c(x, packed, N, K, bias=None, dtype=None):
+    """x (T, K) times the weight (N, K) that pack_linear packed, plus bias (N,) -> (T, N).
+
+    x and bias bf16, out bf16 or, with dtype, fp32; or all three fp32, at the price of two products.
+    """
+    panels, dtype = -(-N // 32), dtype or x.dtype
+    if x.shape[1] != K or packed.shape[:2] != (panels, K // 2):
+        raise ValueError(f"linear: x {tuple(x.shape)}, weight ({N}, {K}) as {tuple(packed.shape)}")
     if x.stride(1) != 1:
         x = x.contiguous()
-    T = x.shape[0]
+    T, bf = x.shape[0], x.dtype is _BF16
     out = torch.empty((T, N), dtype=dtype)
-    ns = N * K // 16 + T * N * K // 250                  # reading the weights, and arithmetic
-    _run_linear(dtype is _BF16, ns, x.data_ptr(), packed.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                out.data_ptr(), T, N, K, x.stride(0))
+    ns = N * K // 16 + (2 - bf) * T * N * K // 250       # reading the weights, and arithmetic
+    _run_linear(bf, ns, x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(),
+                out.data_ptr(), T, N, K, x.stride(0), dtype is _BF16)
     return out
 
 
@@ -2290,22 +2306,26 @@ class PackedWeight:
     shape: tuple[int, int]
 
 
-def prepare_weight(weight):
-    """The weight (N, K) of a linear layer in the layout its machine multiplies fastest.
+def keeps_bf16(device):
+    """Does linear() read bf16 weights for fp32 activations here? On a CPU with bf16 units and the C
+    member: half the bytes of fp32 weights, and products as exact as the weights."""
+    return (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+            and FORCE != "torch" and c_library()[0] is not None)
 
-    On a CPU, in bf16 and with a C compiler: panels, instead of the weight. Elsewhere the weight
-    itself, for the library's product.
-    """
+
+def prepare_weight(weight, dtype):
+    """The weight (N, K) of a linear layer for activations of `dtype`, in the layout that its
+    machine multiplies fastest: on a CPU, if it is bf16 and there is a C compiler, panels instead of
+    the weight; elsewhere the weight itself, for the library's product."""
     N, K = weight.shape
     packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and K % 2 == 0
-    if packs and FORCE != "torch" and c_library()[0]:
+    if packs and dtype in C_DTYPES and FORCE != "torch" and c_library()[0]:
         return PackedWeight(pack_linear(weight), (N, K))
-    return weight
+    return weight.to(dtype)
 
 
 def linear(x, weight, bias=None, dtype=None):
-    """x (T, K) times a prepared weight (N, K), plus bias (N,) -> (T, N) in dtype (default: x's).
-    """
+    """x (T, K) times a prepared weight (N, K), plus bias (N,) -> (T, N) in dtype (default: x's)."""
     dtype = dtype or x.dtype
     if isinstance(weight, PackedWeight):
         return linear_c(x, weight.panels, *weight.shape, bias, dtype)
