@@ -48,7 +48,7 @@ GLOSSARY
 THE LIFE OF A REQUEST
     token_ids = tokenizer.encode(prompt)                          # 3   text becomes ids, once
     scheduler.add_request(Request(token_ids, params))             # 9   refused if it can never fit
-    while scheduler.has_unfinished_requests:
+    while scheduler.requests:
         plan = scheduler.schedule()                               # 10  who computes how many tokens
             cached = kv.find_cached_blocks(request)               # 8   skip what is there already
             kv.allocate_slots(request, count)                     # 8   blocks, or preempt somebody
@@ -222,6 +222,7 @@ class EngineConfig:
     reserve_full_sequence: bool = option(True, "admit only if the whole input fits free blocks")
     scheduling_policy: str = option("fcfs", "who is served, who is preempted (table POLICIES)")
     attention_backend: str = option("auto", "a row of the table ATTENTION (see the list command)")
+    enforce_eager: bool = option(False, "on a GPU: do not record decode steps as CUDA graphs")
     paranoid: bool = option(False, "check every invariant of section 17 after every step (slow)")
     trace: str | None = option(None, "write one record per step to this file")
     trace_format: str = option("jsonl", "jsonl, or chrome to open it in Perfetto",
@@ -857,7 +858,7 @@ QUANTS = {"none": Quant("dense weights; quantized GGUF types are expanded at loa
 # Invariant: no byte of a file is trusted: a broken header is a ValueError, never a crash.
 # Why: names are Hugging Face's everywhere; only the readers of files know other spellings.
 # Simplification: no streaming of weights to several ranks, no pickled .bin files.
-# Try: add a row to GGUF_TYPES; a test compares it with the gguf package at once.
+# Try: add a row to GGUF_TYPES in kernels.py; a test compares it with the gguf package at once.
 
 class Checkpoint:
     """A bag of named tensors. A reader fills `shapes` and defines read(name) and tokenizer().
@@ -936,40 +937,7 @@ class SafetensorsFolder(Checkpoint):
 #
 #     "GGUF" version:u32 num_tensors:u64 num_keys:u64 │ key type value ...
 #     │ name dims type offset ... │ data of all tensors, each aligned
-#
-# Quantized tensors are rows of blocks, 32 weights each: w = scale * q, or scale * q + minimum.
-#     Q4_0  d:f16 · 16 bytes: low nibbles are weights 0-15, high nibbles 16-31; q = nibble - 8
-#     Q5_0  d:f16 · 32 fifth bits · 16 bytes of nibbles; q = 5 bits - 16
-#     Q4_1, Q5_1  d:f16 m:f16 in front, q unsigned             Q8_0  d:f16 · 32 x int8
 
-def half(blocks, start):
-    """The float16 at byte `start` of each block, widened: (N, bytes) -> (N, 1)."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
-
-def nibbles(packed):
-    """(N, 16) bytes -> (N, 32) values 0..15: all low halves, then all high halves."""
-    return torch.cat([packed & 15, packed >> 4], dim=1)
-
-def fifth_bits(packed):
-    """(N, 4) bytes -> (N, 32) values 0 or 16: bit i belongs to weight i."""
-    return (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1) << 4
-
-# id in the file: (name, weights per block, bytes per block, (N, bytes) uint8 -> (N, weights))
-GGUF_TYPES = {
-    0: ("F32", 1, 4, lambda b: b.view(torch.float32)),
-    1: ("F16", 1, 2, lambda b: b.view(torch.float16)),
-    30: ("BF16", 1, 2, lambda b: b.view(torch.bfloat16)),
-    2: ("Q4_0", 32, 18, lambda b: (nibbles(b[:, 2:]).float() - 8) * half(b, 0)),
-    3: ("Q4_1", 32, 20, lambda b: nibbles(b[:, 4:]).float() * half(b, 0) + half(b, 2)),
-    6: ("Q5_0", 32, 22,
-        lambda b: ((nibbles(b[:, 6:]) | fifth_bits(b[:, 2:6])).float() - 16) * half(b, 0)),
-    7: ("Q5_1", 32, 24,
-        lambda b: (nibbles(b[:, 8:]) | fifth_bits(b[:, 4:8])).float() * half(b, 0) + half(b, 2)),
-    8: ("Q8_0", 32, 34, lambda b: b[:, 2:].view(torch.int8).float() * half(b, 0)),
-}
-GGML_TYPE_NAMES = dict(enumerate(
-    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS "
-    "IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16".split()))
 GGUF_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd"))  # metadata types
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM",
                       "qwen3": "Qwen3ForCausalLM"}
@@ -1057,10 +1025,11 @@ class GgufCursor:
             places[hf_name(name)] = dims[::-1], *self.unpack("IQ")
         start = cdiv(self.pos, alignment) * alignment  # position 100, alignment 32 -> 128
         for name, (shape, type_id, offset) in places.items():
-            kind = GGML_TYPE_NAMES.get(type_id, f"number {type_id}")
-            require(type_id in GGUF_TYPES, f"{self.name}: type {kind} of tensor {name} is not "
-                    f"supported, only {[row[0] for row in GGUF_TYPES.values()]}")
-            _, weights, size, _ = GGUF_TYPES[type_id]
+            kind = kernels.GGML_TYPE_NAMES.get(type_id, f"number {type_id}")
+            known = [row[0] for row in kernels.GGUF_TYPES.values()]
+            require(type_id in kernels.GGUF_TYPES,
+                    f"{self.name}: type {kind} of tensor {name} is not supported, only {known}")
+            _, weights, size, _ = kernels.GGUF_TYPES[type_id]
             end = start + offset + math.prod(shape) // weights * size
             self.check(end <= len(self.data), f"the file ends inside tensor {name}")
             self.check(offset % alignment == 0, f"tensor {name} is not aligned to {alignment}")
@@ -1097,7 +1066,7 @@ class GgufFile(Checkpoint):
 
     def read(self, name):
         shape, type_id, start = self.places[name]
-        _, weights, size, dequantize = GGUF_TYPES[type_id]
+        _, weights, size, dequantize = kernels.GGUF_TYPES[type_id]
         num_blocks = math.prod(shape) // weights
         blocks = self.data[start : start + num_blocks * size].view(num_blocks, size)
         heads = self.permuted.get(".".join(name.split(".")[3:]))
@@ -2042,8 +2011,6 @@ class Scheduler:
         self.finished_req_ids = []  # since the last plan
         self.num_preemptions, self.num_finished = 0, Counter()  # the latter by finish_reason
 
-    # ---- coming and going ----------------------------------------------------------------------
-
     def add_request(self, request):
         """Queue a request. ValueError, with the arithmetic, if it could never run to its end."""
         name, prompt = request.request_id, request.num_prompt_tokens
@@ -2074,12 +2041,6 @@ class Scheduler:
         del self.requests[request.request_id]
         self.finished_req_ids.append(request.request_id)
         self.num_finished[request.status.finish_reason] += 1
-
-    @property
-    def has_unfinished_requests(self):
-        return bool(self.requests)
-
-    # ---- one step ------------------------------------------------------------------------------
 
     def schedule(self):
         """Make the plan of the next step, and move every frontier as if it had already run."""
@@ -2209,8 +2170,6 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is not None and not request.is_prefill_chunk:
             request.spec_token_ids = list(token_ids)
-
-    # ---- results -------------------------------------------------------------------------------
 
     def update_from_output(self, plan, output):
         """Append what the step produced, test every stop, free what ended."""
@@ -2460,6 +2419,8 @@ def gather_logprobs(logits, token_id, count):
 #              slot_mapping = block_table[row, pos // BS] * BS + pos % BS
 #
 # The runner appends the tokens it samples to its own rows, so the plan never carries them back.
+# On a GPU a decode step is hundreds of short kernels, and launching them takes longer than running
+# them: the step is recorded once per batch size (CUDA graph) and replayed with one launch.
 #
 # Invariant: a row's blocks equal the scheduler's table (what a window expired is never read).
 # Invariant: the tensors of a step follow from the plan and the rows alone.
@@ -2474,15 +2435,75 @@ class RunnerRequest:
     params: SamplingParams
     rules: LogitsRules | None
 
+class DecodeGraphs:
+    """Recorded decode steps (one token per sequence) for batch sizes 1, 2, 4, 8, 16, 24, ..., 256.
+
+    A recording reads and writes fixed addresses, so inputs are copied into buffers and the batch is
+    padded to the next recorded size. A padding row has sequence length 0 and slot -1: it attends to
+    nothing and writes nowhere."""
+    def __init__(self, model, kv, max_num_seqs, max_model_len, block_size):
+        self.model, self.kv, self.max_len = model, kv, max_model_len
+        self.sizes = [size for size in (1, 2, 4, *range(8, 257, 8)) if size < 2 * max_num_seqs]
+        self.recorded = {}  # size -> (replay function, its hidden states)
+        largest, narrow = self.sizes[-1], dict(dtype=torch.int32, device=model.device)
+        wide = torch.zeros((3, largest), dtype=torch.int64, device=model.device)
+        self.token_ids, self.positions, self.slots = wide
+        self.seq_lens = torch.zeros(largest, **narrow)
+        self.block_table = torch.zeros((largest, cdiv(max_model_len, block_size)), **narrow)
+        self.query_start_loc = torch.arange(largest + 1, **narrow)
+
+    def run(self, token_ids, ctx):
+        """Hidden states (T, E) like model.forward; eager if the batch is larger than any size."""
+        count = len(token_ids)
+        if count > self.sizes[-1]:
+            return self.model.forward(token_ids, ctx)
+        size = self.sizes[bisect.bisect_left(self.sizes, count)]
+        self.fill(token_ids, ctx, size)
+        if size not in self.recorded:
+            self.recorded[size] = self.record(size)
+        replay, hidden = self.recorded[size]
+        replay()
+        return hidden[:count]
+
+    def fill(self, token_ids, ctx, size):
+        """Copy a step into the buffers and make the rows up to `size` padding."""
+        count, table = len(token_ids), ctx.meta.block_table
+        for buffer, values, blank in (
+                (self.token_ids, token_ids, 0), (self.positions, ctx.positions, 0),
+                (self.slots, ctx.meta.slot_mapping, -1), (self.seq_lens, ctx.meta.seq_lens, 0)):
+            buffer[:count] = values
+            buffer[count:size] = blank
+        self.block_table[:count, : table.shape[1]] = table
+
+    def inputs(self, size):
+        """(token ids, ForwardContext) of the first rows of the buffers."""
+        meta = kernels.AttentionMetadata(
+            self.query_start_loc[: size + 1], self.seq_lens[:size], self.block_table[:size],
+            self.slots[:size], max_query_len=1, max_seq_len=self.max_len)
+        return self.token_ids[:size], ForwardContext(self.positions[:size], meta, self.kv)
+
+    def record(self, size):
+        """(function that replays the step, the tensor it leaves the hidden states in)"""
+        token_ids, ctx = self.inputs(size)
+        self.model.forward(token_ids, ctx)  # kernels compile outside the recording
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            hidden = self.model.forward(token_ids, ctx)
+        return graph.replay, hidden
+
 class ModelRunner:
     """Owns the KV cache tensors and one row of arrays per running request."""
-    def __init__(self, model, num_blocks, block_size, max_num_seqs, max_model_len):
+    def __init__(self, model, num_blocks, block_size, max_num_seqs, max_model_len, eager=False):
         self.model, self.block_size, self.device = model, block_size, model.device
         c, R = model.config, max_num_seqs
         shape = (2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
         # Not zeroed: memory is touched when a block in it is first used.
         self.kv = [kernels.LayerKV(torch.empty(shape, dtype=model.dtype, device=self.device))
                    for _ in range(c.num_layers)]
+        self.decode_graphs = None
+        if self.device.type == "cuda" and not eager:
+            self.decode_graphs = DecodeGraphs(model, self.kv, R, max_model_len, block_size)
         self.requests, self.free_rows = {}, list(range(R))[::-1]
         self.token_ids = np.zeros((R, max_model_len + 1), np.int64)
         self.block_table = np.zeros((R, cdiv(max_model_len, block_size)), np.int32)
@@ -2533,7 +2554,8 @@ class ModelRunner:
         done = np.flatnonzero(starts + counts >= self.num_tokens[rows])  # the others are mid-input
         clock.lap("pack")
         with torch.inference_mode():
-            hidden = self.model.forward(token_ids, ctx)  # (T, E)
+            graphs = self.decode_graphs if ctx.meta.max_query_len == 1 else None
+            hidden = (graphs.run if graphs else self.model.forward)(token_ids, ctx)  # (T, E)
             ends = counts.cumsum()
             for i, request in enumerate(requests):
                 if request.params.prompt_logprobs is not None:
@@ -2729,7 +2751,8 @@ class EngineCore:
         require(config.enable_chunked_prefill or self.max_model_len <= budget,
                 f"max_num_batched_tokens {budget} cannot hold a whole prompt (max_model_len)")
         model = Model(checkpoint, mc, dtype, device, backend, self.max_model_len, weight_dtype)
-        self.runner = ModelRunner(model, num_blocks, BS, config.max_num_seqs, self.max_model_len)
+        self.runner = ModelRunner(model, num_blocks, BS, config.max_num_seqs, self.max_model_len,
+                                  config.enforce_eager)
         self.seeds = random.Random(config.seed)  # for requests that bring none
         self.scheduler = Scheduler(
             SchedulerConfig(config.max_num_seqs, budget, self.max_model_len,
@@ -2896,7 +2919,8 @@ class FrontEnd:
         now, request_id, messages = time.monotonic(), str(next(self.next_id)), []
         for index in range(params.n):
             if params.seed is not None:
-                child = replace(child, seed=wrap_seed(params.seed + index))
+                seed = (params.seed + index + 2**63) % 2**64 - 2**63  # stays a signed 64-bit number
+                child = replace(child, seed=seed)
             child_id = request_id if params.n == 1 else f"{index}_{request_id}"
             messages.append(EngineCoreRequest(
                 child_id, token_ids, child, self.eos_token_ids, bad_words_ids, now))
@@ -2976,13 +3000,6 @@ class FrontEnd:
                 data = self.tokenizer.token_bytes(token_id)
                 entry.decoded_token = data.decode("utf-8", "replace")
         return rows
-
-def wrap_seed(seed):
-    """
-    >>> wrap_seed(2**63 - 1 + 1) == -(2**63)
-    True
-    """
-    return (seed + 2**63) % 2**64 - 2**63
 
 class LLM:
     """The engine in this process: `LLM(model=...).generate(prompts, SamplingParams(...))`.

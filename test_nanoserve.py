@@ -86,7 +86,7 @@ class scheduler_harness:
         self.scheduler.set_drafts(rid, ids)
 
     def unfinished(self):
-        return self.scheduler.has_unfinished_requests
+        return bool(self.scheduler.requests)
 
     def state(self, rid):
         r = self.known[rid]
@@ -1007,12 +1007,12 @@ def random_matrix(rows, columns, seed=0):
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
 
 
-@pytest.mark.parametrize("row", ns.GGUF_TYPES.values(), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", kernels.GGUF_TYPES.values(), ids=lambda row: row[0])
 def test_every_type_dequantizes_as_the_gguf_package_does(tmp_path, row):
     gguf = pytest.importorskip("gguf")
     name, block_weights, block_bytes, dequantize = row
     kind = gguf.GGMLQuantizationType[name]
-    assert gguf.GGML_QUANT_SIZES[kind] == (block_weights, block_bytes) and ns.GGML_TYPE_NAMES[kind.value] == name
+    assert gguf.GGML_QUANT_SIZES[kind] == (block_weights, block_bytes) and kernels.GGML_TYPE_NAMES[kind.value] == name
     data = random_matrix(24, 64) * np.logspace(-6, 3, 24, dtype=np.float32)[:, None]
     data[5] = 0
     path = gguf_file(tmp_path / "m.gguf", {"token_embd.weight": data}, types={"token_embd.weight": kind})
@@ -3060,7 +3060,7 @@ def expect_plain(llm, jobs, window=0):
 
 def settled(llm):
     """The standing checks: nothing is left behind and a fresh request works."""
-    assert not llm.core.scheduler.has_unfinished_requests and not llm.front.pending
+    assert not llm.core.scheduler.requests and not llm.front.pending
     pool = llm.core.scheduler.kv.pool
     assert pool.num_free == len(pool.blocks) - 1
     tokens = ask(llm, [[1, 2, 3]], greedy(3))[0].outputs[0].token_ids
@@ -3687,6 +3687,72 @@ def test_a_seed_holds_whatever_the_mates_do():
             for _ in range(2)]
     assert same[0] == same[1] != run_jobs(toy_llm(seed=6),
                                           [((1, 2), dict(temperature=1.0, max_tokens=8))])
+
+
+@contextlib.contextmanager
+def graphs_on_the_cpu(llm, monkeypatch):
+    """The engine with recorded decode steps, where a recording is a function that runs the step on
+    the same buffers. Yields the sizes that were recorded and replayed."""
+    sizes = []
+
+    def record(self, size):
+        token_ids, ctx = self.inputs(size)
+        hidden = torch.full((size, self.model.config.hidden_size), math.nan)
+
+        def replay():
+            sizes.append(size)
+            hidden.copy_(self.model.forward(token_ids, ctx))
+        return replay, hidden
+
+    monkeypatch.setattr(ns.DecodeGraphs, "record", record)
+    runner = llm.core.runner
+    runner.decode_graphs = ns.DecodeGraphs(
+        runner.model, runner.kv, llm.core.scheduler.config.max_num_seqs, llm.core.max_model_len,
+        llm.core.config.block_size)
+    yield sizes
+
+
+def test_recorded_decode_steps_give_the_tokens_of_eager_ones(monkeypatch):
+    jobs = [([7 * i % 250 + 1] * (1 + 3 * i), 4 + i % 7) for i in range(11)]
+    prompts = [prompt for prompt, _ in jobs]
+    params = [ns.SamplingParams(temperature=0.8, seed=i, max_tokens=n, ignore_eos=True)
+              for i, (_, n) in enumerate(jobs)]
+    llm = toy_llm(max_num_seqs=11)
+    eager = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    llm.core.reset_prefix_cache()
+    with graphs_on_the_cpu(llm, monkeypatch) as sizes:
+        recorded = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    assert recorded == eager
+    assert {16, 8, 4, 2, 1} >= set(sizes) > {1}  # 11 requests, then fewer and fewer
+
+
+def test_padding_rows_of_a_recording_write_nowhere_and_read_nothing(monkeypatch):
+    llm = toy_llm(max_num_seqs=8)
+    with graphs_on_the_cpu(llm, monkeypatch):
+        graphs = llm.core.runner.decode_graphs
+        assert graphs.sizes == [1, 2, 4, 8]
+        for layer in graphs.kv:
+            layer.data.fill_(math.nan)  # whoever reads a slot that nobody wrote gets NaN
+        meta = kernels.AttentionMetadata(
+            torch.arange(4, dtype=torch.int32), torch.tensor([1, 1, 1], dtype=torch.int32),
+            torch.tensor([[1], [2], [3]], dtype=torch.int32), torch.tensor([16, 32, 48]), 1, 1)
+        ctx = ns.ForwardContext(torch.zeros(3, dtype=torch.int64), meta, graphs.kv)
+        graphs.token_ids.fill_(5), graphs.seq_lens.fill_(9), graphs.slots.fill_(64)  # a step before
+        hidden = graphs.run(torch.tensor([3, 4, 5]), ctx)
+        assert hidden.shape[0] == 3 and hidden.isfinite().all()
+        written = ~graphs.kv[0].data.isnan().flatten(3).any(-1)  # (2, NB, BS)
+        assert written.nonzero().tolist() == [[x, b, 0] for x in (0, 1) for b in (1, 2, 3)]
+        eager = llm.core.runner.model.forward(torch.tensor([3, 4, 5]), ctx)
+        assert torch.allclose(hidden, eager, atol=1e-5)
+
+
+def test_a_batch_above_the_largest_recording_runs_eagerly(monkeypatch):
+    llm = toy_llm(max_num_seqs=4)
+    with graphs_on_the_cpu(llm, monkeypatch) as sizes:
+        llm.core.runner.decode_graphs.sizes = [1, 2]
+        llm.generate([[i + 1] for i in range(4)], ns.SamplingParams(temperature=0, max_tokens=5),
+                     use_tqdm=False)
+    assert not sizes
 
 
 # ==================================================================================================
