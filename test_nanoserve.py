@@ -6,6 +6,7 @@ installed; .ci/run installs them.  Tests that read ../shared skip where that fol
 
 import ast
 import contextlib
+import dataclasses
 import doctest
 import functools
 import gc
@@ -19,6 +20,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import statistics
 import struct
@@ -29,10 +31,17 @@ import time
 import tokenize
 import tracemalloc
 import types
+import warnings
 import zipfile
 from array import array
 from collections import Counter
 from pathlib import Path
+
+WORKER = "--kernel-worker" in sys.argv  # a child process that compiles for, or runs on, a GPU
+if not WORKER:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this once, when it is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import pytest
@@ -42,12 +51,20 @@ from safetensors.torch import save_file
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # also when another script loads this file
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import kernels  # noqa: E402
 import nanoserve as ns  # noqa: E402
 
 SHARED = HERE.parent / "shared" / "checkpoints"
+warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def engine_request(request_id, prompt, max_tokens, eos=None, **params):
@@ -1742,15 +1759,6 @@ TOPICS = [
     "La révolution française a commencé", "{\"name\": \"Ada\", \"age\":", "#include <stdio.h>\n\nint main(", "    indented text and\ttabs",
     "The three laws of motion were", "SELECT name FROM users WHERE", "2 + 2 = 4. 3 + 5 =", "🚀🚀🚀", "Water boils at 100 degrees",
     "Photosynthesis is the process by which", "She opened the door and", "I", "Roses are red, violets are blue,"]
-
-
-@pytest.fixture(scope="module")
-def default_path():
-    pytest.importorskip("gguf")
-    try:
-        return ns.default_model()
-    except ValueError as error:
-        pytest.skip(f"the default model is not here: {error}")
 
 
 @pytest.fixture(scope="module")
@@ -4474,3 +4482,1262 @@ def test_a_missing_model_in_a_process_of_its_own():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+# ==================================================================================================
+# The interpreter, repaired
+# ==================================================================================================
+# Triton 3.8 interprets a kernel with numpy, which knows neither bf16 nor fp8: both are kept as raw bits,
+# and additions, comparisons and products work on the bit patterns without an error. The repairs do this
+# arithmetic in fp32 and round as the hardware does. Three checks come with them, of what a GPU would not
+# report: a load or store outside the tensors passed, two programs storing to one address, and masked
+# lanes read without a default (they hold NaN here).
+
+CHECKS = Counter()       # bytes loaded, sectors loaded, programs: reset by a test, counted by the checks
+
+
+class Checker:
+    """Address ranges that one launch may touch, and what each program stored."""
+    ranges: list = []
+    stores: dict = {}
+
+    @classmethod
+    def begin(cls, args):
+        cls.ranges, cls.stores = [], {}
+        for x in args:
+            if isinstance(x, torch.Tensor) and x.numel():
+                span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+                cls.ranges.append((x.data_ptr(), x.data_ptr() + span * x.element_size()))
+
+    @classmethod
+    def touch(cls, builder, pointers, mask, size, what):
+        """Addresses of the active lanes, after checking that each lies in a tensor of this launch."""
+        import numpy as np
+        pointers, mask = np.broadcast_arrays(pointers, np.asarray(mask, bool))
+        active = pointers[mask].astype(np.int64).ravel()
+        inside = np.zeros(active.shape, bool)
+        for low, high in cls.ranges:
+            inside |= (active >= low) & (active + size <= high)
+        if not inside.all():
+            raise IndexError(f"{what} out of bounds: {(~inside).sum()} of {active.size} lanes, "
+                             f"program {builder.grid_idx}")
+        return active
+
+    @classmethod
+    def end(cls):
+        """No address may have been stored to by two programs."""
+        import numpy as np
+        owned = [np.unique(np.concatenate(parts)) for parts in cls.stores.values()]
+        if owned and sum(map(len, owned)) != len(np.unique(np.concatenate(owned))):
+            raise RuntimeError("two programs store to one address")
+
+
+def _interpreter_types():
+    """Triton type -> torch type with the same bits."""
+    return {tl.float32: FP32, tl.float16: FP16, tl.bfloat16: BF16, tl.float8e4nv: E4M3, tl.float8e5: E5M2}
+
+
+def _convert(data, source, target):
+    """numpy payload of Triton type `source` as `target`: round to nearest even, fp8 saturates."""
+    import numpy as np
+    from triton.runtime.interpreter import _get_np_dtype
+    types = _interpreter_types()
+    x = torch.from_numpy(np.array(data, order="C"))
+    x = (x if x.dtype == types[source] else x.view(types[source])).float()
+    top = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}.get(target)
+    x = (x.clamp(-top, top) if top else x).to(types[target])
+    if target in (tl.float32, tl.float16):
+        return x.numpy()
+    bits = x.view({1: torch.uint8, 2: torch.uint16}[x.element_size()])
+    return bits.numpy().view(_get_np_dtype(target)).reshape(np.shape(data))
+
+
+def _repair_arithmetic(builder, interpreter):
+    """Conversions, elementwise operations, products and sums of bf16 and fp8."""
+    import numpy as np
+    handle = interpreter.TensorHandle
+    types = _interpreter_types()
+    bf16 = lambda h: h.dtype.scalar == tl.bfloat16
+    wide = lambda h: _convert(h.data, tl.bfloat16, tl.float32) if bf16(h) else h.data
+    narrow = lambda x: handle(_convert(x, tl.float32, tl.bfloat16), tl.bfloat16)
+    old = {name: getattr(builder, name) for name in ("cast_impl", "binary_op", "unary_op", "create_fma")}
+
+    def cast_impl(self, src, dst_type):
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source in types and target in types:
+            return handle(_convert(src.data, source, target), target)
+        if source == tl.bfloat16:
+            return handle(wide(src).astype(interpreter._get_np_dtype(target)), target)
+        if target == tl.bfloat16:
+            return narrow(src.data.astype(np.float32))
+        return old["cast_impl"](self, src, dst_type)
+
+    def binary_op(self, a, b, op):
+        if not (bf16(a) or bf16(b)) or op in (np.bitwise_and, np.bitwise_or, np.bitwise_xor):
+            return old["binary_op"](self, a, b, op)
+        out = op(wide(a), wide(b))
+        return handle(out, tl.int1) if out.dtype == bool else narrow(out)
+
+    def unary_op(self, a, op):
+        return narrow(op(wide(a))) if bf16(a) else old["unary_op"](self, a, op)
+
+    def create_fma(self, x, y, z):
+        return narrow(wide(x) * wide(y) + wide(z)) if bf16(z) else old["create_fma"](self, x, y, z)
+
+    def create_dot(self, a, b, acc, precision, imprecise):
+        x, y = (_convert(h.data, h.dtype.scalar, tl.float32) if h.dtype.scalar in types else h.data
+                for h in (a, b))
+        return handle(np.matmul(x, y).astype(acc.data.dtype) + acc.data, acc.dtype.scalar)
+
+    reduce_sum = interpreter.ReduceOps.sum
+
+    def total(self, x):
+        if x.dtype != tl.bfloat16:
+            return reduce_sum(self, x)
+        out = np.sum(wide(x.handle), axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(narrow(np.asarray(out, np.float32)).data, tl.bfloat16)
+
+    builder.cast_impl, builder.binary_op, builder.unary_op = cast_impl, binary_op, unary_op
+    builder.create_fma, builder.create_dot = create_fma, create_dot
+    builder.create_fp_to_fp = lambda self, src, dst, mode: cast_impl(self, src, dst)
+    builder.get_bf16 = lambda self, value: narrow(np.array([value], np.float32))
+    interpreter.ReduceOps.sum = total
+
+
+def _check_memory(builder, interpreter):
+    """Bounds, store races and poisoned masked lanes; counts what is loaded."""
+    import numpy as np
+    load, store = builder.create_masked_load, builder.create_masked_store
+    set_program = builder.set_grid_idx
+    size_of = lambda ptrs: interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize
+
+    def masked_load(self, ptrs, mask, other, *rest, **options):
+        active = Checker.touch(self, ptrs.data, mask.data, size_of(ptrs), "load")
+        CHECKS["bytes"] += active.size * size_of(ptrs)
+        CHECKS["sectors"] += np.unique(active >> 5).size
+        if other is None and mask.data.size > 1 and not mask.data.all():    # one lane: 0.0 looks absent
+            kind = ptrs.get_element_ty()
+            fill = np.full(ptrs.data.shape, 0, interpreter._get_np_dtype(kind))
+            fill.view(np.uint8)[...] = 0x55
+            if fill.dtype.kind == "f":
+                fill[...] = np.nan
+            other = interpreter.TensorHandle(fill, kind)
+        return load(self, ptrs, mask, other, *rest, **options)
+
+    def masked_store(self, ptrs, value, mask, *rest):
+        active = Checker.touch(self, ptrs.data, mask.data, size_of(ptrs), "store")
+        Checker.stores.setdefault(self.grid_idx, []).append(active)
+        return store(self, ptrs, value, mask, *rest)
+
+    def set_grid_idx(self, *where):
+        CHECKS["programs"] += 1
+        return set_program(self, *where)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+    builder.set_grid_idx = set_grid_idx
+
+
+@pytest.fixture(scope="session", autouse=triton is not None)
+def exact_interpreter():
+    """Installs the repairs once per process."""
+    if triton is None or WORKER:
+        return
+    from triton.runtime import interpreter
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "repaired", False):
+        return
+    builder.repaired = True
+    _repair_arithmetic(builder, interpreter)
+    _check_memory(builder, interpreter)
+    call = interpreter.GridExecutor.__call__
+
+    def launch(self, *args, **kwargs):
+        Checker.begin([*args, *kwargs.values()])
+        call(self, *args, **kwargs)
+        Checker.end()
+
+    interpreter.GridExecutor.__call__ = launch
+    # Arguments on the CPU are used in place: copying a tensor onto itself would touch all its pages.
+    interpreter.GridExecutor._restore_args_dev = lambda self, *args: None
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore")
+def test_repaired_interpreter_rounds_as_torch():
+    """bf16 and fp8 conversions, sums and products equal torch; the unrepaired ones are far off."""
+    @triton.jit
+    def _arithmetic(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
+        i = tl.arange(0, N)
+        x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
+        tl.store(out_ptr + i, x * y + x)
+        tl.store(out_ptr + N + i, tl.where(x < y, x, y))
+        tl.store(out_ptr + 2 * N + i, (x.to(tl.float32) * 1.001).to(tl.float8e4nv).to(tl.bfloat16))
+    x, y = torch.randn(256, dtype=BF16), torch.randn(256, dtype=BF16)
+    out = torch.empty(3, 256, dtype=BF16)
+    _arithmetic[(1,)](x, y, out, N=256)
+    assert torch.equal(out[0], x * y + x) and torch.equal(out[1], torch.minimum(x, y))
+    assert torch.equal(out[2], (x.float() * 1.001).to(E4M3).to(BF16))
+
+
+# ==================================================================================================
+# Cases: one generator per row of KERNELS
+# ==================================================================================================
+# A case is a label, the arguments of the wrapper, and what to look at afterwards: results, and arguments
+# that the operation changes. The same cases run under the interpreter, in C, and on a GPU.
+
+TOLERANCE = {FP32: 2e-5, FP16: 2e-3, BF16: 1e-2}     # a few units in the last place of the type
+
+
+@dataclasses.dataclass
+class Case:
+    label: str
+    args: tuple
+    observe: object = lambda result, args: [result]
+    atol: float | None = None
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape, dtype=FP32, seed=0, scale=1.0):
+    return (torch.randn(*shape, generator=generator(seed)) * scale).to(dtype)
+
+
+def rms_norm_cases():
+    for dtype in (FP32, BF16, FP16):
+        x, r = normal(5, 96, dtype=dtype), normal(5, 96, seed=1)
+        w = normal(96, dtype=dtype, seed=2)
+        yield Case(f"{dtype}", (x, w, 1e-5))
+        yield Case(f"{dtype} residual", (x, w, 1e-5, r), lambda y, args: [y, args[3]])
+    heads = normal(4, 10, 64, dtype=BF16)[:, :6]          # q inside qkv: rows are strided
+    yield Case("strided heads", (heads, normal(64, dtype=BF16, seed=2), 1e-6))
+    yield Case("zero row", (torch.zeros(2, 64), torch.ones(64), 1e-5))
+
+
+def silu_mul_cases():
+    for dtype in (FP32, BF16, FP16):
+        yield Case(f"{dtype}", (normal(3, 2 * 1500, dtype=dtype, scale=4.0),))
+    yield Case("large", (torch.tensor([[-200.0, 200.0, 3.0, 5.0]]),))
+
+
+def argmax_cases():
+    yield Case("ties", (torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]]),))
+    far = torch.zeros(2, 9000, dtype=BF16)                # equal values in different pieces of a row
+    far[0, [4100, 8000]] = 2.0
+    far[1, [300, 4396]] = 1.0
+    yield Case("ties across pieces", (far,))
+    yield Case("minus infinity", (torch.full((1, 100), -math.inf),))
+    yield Case("strided", (normal(3, 500)[:, :333],))
+
+
+def poisoned_cache(NB, BS, KH, D, dtype, **scales):
+    """A cache in which every slot holds NaN (int8: any code with a NaN scale)."""
+    if dtype == torch.int8:
+        return kernels.LayerKV(torch.full((2, NB, BS, KH, D), 85, dtype=dtype),
+                         torch.full((2, NB, BS, KH), math.nan))
+    return kernels.LayerKV(torch.full((2, NB, BS, KH, D), math.nan).to(dtype), **scales)
+
+
+def rope_store_kv_cases():
+    H, KH, BS, T = 3, 2, 8, 7
+    slots = torch.tensor([3, 40, -1, 17, 8, -1, 0])
+    positions = torch.tensor([0, 5, 9, 11, 2, 0, 30])
+    look = lambda q, args: [q, args[0], kernels.as_bytes(args[3].data), args[3].scales]
+    for label, dtype, cache, D, rot, pairs in (
+            ("fp32", FP32, FP32, 16, 16, False), ("pairs", FP32, FP32, 16, 16, True),
+            ("partial", FP32, FP32, 32, 12, False), ("partial pairs", BF16, BF16, 24, 12, True),
+            ("no rotation", BF16, BF16, 16, 0, False), ("D 80", BF16, BF16, 80, 80, False),
+            ("bf16", BF16, BF16, 64, 64, False), ("fp16", FP16, FP16, 64, 64, False),
+            ("e4m3", BF16, E4M3, 64, 64, False), ("e5m2", BF16, E5M2, 64, 64, False),
+            ("int8", BF16, torch.int8, 64, 64, False), ("int8 partial", FP32, torch.int8, 20, 8, True)):
+        angles = torch.arange(32)[:, None] * (10000 ** -torch.linspace(0, 0.9, rot // 2))
+        table = torch.cat([angles.cos(), angles.sin()], 1)
+        qkv = normal(T, (H + 2 * KH) * D, dtype=dtype, scale=20.0 if cache == E4M3 else 1.0)
+        scales = dict(k_scale=0.05, v_scale=0.2) if cache == E4M3 else {}     # k saturates, v does not
+        kv = poisoned_cache(8, BS, KH, D, cache, **scales)
+        yield Case(label, (qkv, table, positions, kv, slots, H, KH, D, pairs), look)
+
+
+def paged_case(label, q_lens, lens, H=6, KH=2, D=64, BS=16, dtype=FP32, cache=None, window=0, softcap=0.0,
+               rising=False, seed=0):
+    """Attention over a cache whose blocks are shuffled and whose unused slots hold NaN."""
+    cache = cache or dtype
+    counts = [-(-n // BS) for n in lens]
+    order = torch.randperm(sum(counts) + 3, generator=generator(seed)).to(torch.int32)
+    table = torch.full((len(lens), max(max(counts), 1)), 0, dtype=torch.int32)
+    scales = dict(k_scale=0.5, v_scale=0.25) if cache in kernels.FP8_MAX else {}
+    kv = poisoned_cache(len(order), BS, KH, D, cache, **scales)
+    used = 0
+    for s, n in enumerate(lens):
+        table[s, :counts[s]] = order[used:used + counts[s]]
+        used += counts[s]
+        slots = torch.tensor([kernels.slot_of(pos, table[s].tolist(), BS) for pos in range(n)], dtype=torch.int64)
+        k, v = normal(n, KH, D, seed=seed + 2 * s, dtype=dtype), normal(n, KH, D, seed=seed + 2 * s + 1,
+                                                                        dtype=dtype)
+        if rising:                        # scores grow from tile to tile: every tile rescales the last
+            k = (0.1 * k + torch.arange(n)[:, None, None] / 8).to(dtype)
+        kernels.store_kv_ref(k, v, kv, slots)
+    q = normal(sum(q_lens), H, D, dtype=dtype, seed=seed + 99)
+    q = (0.1 * q + 1).to(dtype) if rising else q
+    starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
+    meta = kernels.AttentionMetadata(starts, torch.tensor(lens, dtype=torch.int32), table,
+                               torch.full((sum(q_lens),), -1), max(q_lens), max(lens))
+    lse = torch.full((sum(q_lens), H), math.nan)
+    return Case(label, (q, kv, meta, 1 / math.sqrt(D), window, softcap, lse),
+                lambda out, args: [out, args[6]],
+                atol={E4M3: 2e-2, E5M2: 2e-2}.get(cache))
+
+
+def paged_attention_cases():
+    BS = 16
+    edges = [1, BS - 1, BS, BS + 1, 2 * BS + 5]
+    yield paged_case("decode", [1] * 5, edges)
+    yield paged_case("prefill", edges, edges)
+    yield paged_case("mixed", [20, 1, 9, 8, 3], [33, 50, 9, 16, 40])
+    yield paged_case("split", [1, 3, 1, 1], [200, 129, 64, 5])
+    yield paged_case("split window", [1, 4], [200, 130], window=70)
+    yield paged_case("split softcap", [1, 2], [200, 100], softcap=2.0)
+    yield paged_case("padding", [1, 1, 1, 1], [5, 0, 70, 0])
+    yield paged_case("padding, split", [1, 1, 1], [200, 0, 70])
+    yield paged_case("rows that see nothing", [3, 12], [2, 10])
+    yield paged_case("rising", [20, 1], [100, 190], rising=True)
+    yield paged_case("window", [20, 1], [60, 60], window=20)
+    yield paged_case("window below a tile", [30, 1, 5], [45, 60, 64], window=5)
+    yield paged_case("window of one", [9, 1], [40, 33], window=1)
+    yield paged_case("softcap", [10, 1], [30, 40], softcap=1.5)
+    yield paged_case("one head a group", [12, 1], [20, 40], H=2, KH=2)
+    yield paged_case("seven heads a group", [12, 1, 5], [20, 40, 30], H=7, KH=1)
+    yield paged_case("sixteen heads a group", [10, 1], [20, 40], H=16, KH=1)
+    for D in (16, 80, 96, 128, 256):
+        yield paged_case(f"D {D}", [9, 1], [20, 35], D=D, H=4, KH=2)
+    for BS in (8, 32, 64, 256):
+        yield paged_case(f"block size {BS}", [9, 1, 1], [BS + 1, BS - 1, BS], BS=BS)
+    yield paged_case("block size 24", [9, 1], [50, 49], BS=24)
+    for dtype in (BF16, FP16):
+        yield paged_case(f"{dtype}", [20, 1, 1], [33, 50, 150], dtype=dtype)
+        yield paged_case(f"{dtype} rising", [12, 1], [60, 100], dtype=dtype, rising=True)
+    for cache in (E4M3, E5M2, torch.int8):
+        yield paged_case(f"{cache}", [11, 1, 1], [33, 50, 150], dtype=FP32, cache=cache)
+        yield paged_case(f"{cache} bf16", [11, 1], [33, 50], dtype=BF16, cache=cache)
+
+
+def packed_case(label, q_lens, k_lens, H=4, KH=2, D=32, dtype=FP32, window=0, softcap=0.0, rising=False):
+    q, k, v = (normal(sum(n), heads, D, dtype=dtype, seed=i)
+               for i, (n, heads) in enumerate(((q_lens, H), (k_lens, KH), (k_lens, KH))))
+    if rising:
+        k = (0.1 * k + torch.arange(len(k))[:, None, None] / 8).to(dtype)
+        q = (0.1 * q + 1).to(dtype)
+    starts = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in (q_lens, k_lens)]
+    return Case(label, (q, k, v, *starts, max(q_lens), 1 / math.sqrt(D), window, softcap),
+                lambda result, args: list(result))
+
+
+def flash_attention_cases():
+    lens = [1, 31, 32, 33, 70]
+    yield packed_case("ragged", lens, lens)
+    yield packed_case("longer keys", [1, 5, 20], [40, 65, 20])
+    yield packed_case("rows that see nothing", [5, 9], [3, 9])
+    yield packed_case("window", [70, 20], [70, 50], window=20)
+    yield packed_case("window below a tile", [70], [70], window=5)
+    yield packed_case("softcap", [40], [40], softcap=1.5)
+    yield packed_case("rising", [90], [90], rising=True)
+    yield packed_case("one head a group", [40], [40], H=2, KH=2)
+    yield packed_case("seven heads a group", [20, 3], [20, 9], H=7, KH=1)
+    for D in (64, 80, 128):
+        yield packed_case(f"D {D}", [35, 3], [35, 9], D=D, H=3, KH=1)
+    for dtype in (BF16, FP16):
+        yield packed_case(f"{dtype}", [40, 3], [40, 30], dtype=dtype, rising=True)
+
+
+def flash_backward_cases():
+    for case in flash_attention_cases():
+        q, k, v, start_q, start_k, max_q, scale, window, softcap = case.args
+        out, lse = kernels.flash_attention_ref(*case.args)
+        do = normal(*q.shape, dtype=q.dtype, seed=7)
+        max_k = int((start_k[1:] - start_k[:-1]).max())
+        args = (do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale, window, softcap)
+        yield Case(case.label, args, case.observe, atol={FP32: 2e-4, BF16: 0.15, FP16: 2e-2}[q.dtype])
+
+
+def int8_matmul_cases():
+    for dtype, T, K_, N in ((FP32, 3, 100, 70), (BF16, 5, 256, 64), (FP16, 17, 64, 130)):
+        weight = torch.randint(-128, 128, (N, K_), generator=generator(), dtype=torch.int8)
+        yield Case(f"{dtype}", (normal(T, K_, dtype=dtype), weight, torch.rand(N, generator=generator())
+                                * 0.01), atol=0.02 if dtype != FP32 else 1e-4)
+
+
+def int4_matmul_cases():
+    for dtype, group, K_, zero in ((FP32, 32, 192, True), (BF16, 64, 192, True), (BF16, 128, 256, False),
+                                   (FP16, 16, 80, True), (FP32, 256, 512, True)):
+        codes = torch.randint(0, 16, (K_, 70), generator=generator())
+        scales = torch.rand(K_ // group, 70, generator=generator(1)) * 0.02 + 0.005
+        zeros = torch.randint(0, 16, scales.shape, generator=generator(2), dtype=torch.int8)
+        yield Case(f"{dtype} group {group}", (normal(5, K_, dtype=dtype), kernels.pack_int4(codes), scales,
+                                              zeros if zero else None, group),
+                   atol=1e-4 if dtype == FP32 else 2e-2)
+
+
+def fp8_matmul_cases():
+    for dtype, fp8_inputs in ((FP32, False), (BF16, False), (BF16, True)):
+        weight = normal(150, 300, scale=50.0).to(E4M3)
+        scales = torch.rand(2, 3, generator=generator()) * 0.001 + 0.0005
+        yield Case(f"{dtype} fp8 inputs {fp8_inputs}", (normal(5, 300, dtype=dtype), weight, scales,
+                                                        fp8_inputs), atol=2e-2)
+
+
+KERNEL_CASES = {name: globals()[f"{name}_cases"] for name in kernels.KERNELS}     # KeyError: a kernel without cases
+ALL_KERNEL_CASES = [pytest.param(name, case, id=f"{name}: {case.label}")
+             for name, make in KERNEL_CASES.items() for case in make()]
+
+
+def run_case(name, case, member, device="cpu", module=kernels):
+    """Observed tensors of one member on fresh copies of the arguments."""
+    def move(x):
+        if isinstance(x, torch.Tensor):
+            out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+            return out.copy_(x)
+        if dataclasses.is_dataclass(x):
+            return dataclasses.replace(x, **{f.name: move(getattr(x, f.name))
+                                             for f in dataclasses.fields(x)})
+        return x
+    args = tuple(move(x) for x in case.args)
+    kernel = module.KERNELS[name]
+    fn = kernel.ref if member == "torch" else getattr(kernel, member)
+    return [x.cpu() for x in case.observe(fn(*args), args) if x is not None]
+
+
+def compare(name, case, got, want):
+    """Equal within the tolerance of the type; codes of the quantised cache within one step."""
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        if a.dtype in (torch.uint8, torch.int8, torch.int64):
+            step = 0 if a.dtype == torch.int64 else 1
+            assert (a.long() - b.long()).abs().max() <= step, f"{name} {case.label}"
+            continue
+        tolerance = TOLERANCE[a.dtype]
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=case.atol or tolerance, equal_nan=True,
+                                   msg=lambda text: f"{name} {case.label}: {text}")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the Triton kernels that ran; small pieces, so that short contexts are split too."""
+    names = []
+    launch = kernels.launch
+
+    def record(kernel, grid, *args, **meta):
+        names.append(kernel.fn.__name__)
+        launch(kernel, grid, *args, **meta)
+    monkeypatch.setattr(kernels, "launch", record)
+    monkeypatch.setattr(kernels, "SPLIT_TOKENS", 64)
+    return names
+
+
+@needs_triton
+@pytest.mark.filterwarnings("error:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("name,case", ALL_KERNEL_CASES)
+def test_triton_equals_reference(name, case, launched):
+    """Every Triton member, interpreted, gives what its reference gives, and it is the kernel that ran."""
+    got = run_case(name, case, "triton")
+    assert launched
+    compare(name, case, got, run_case(name, case, "torch"))
+
+
+def test_reference_equals_torch_attention():
+    """The reference is itself checked: paged, flash and the dense formula agree with torch's SDPA."""
+    for G in (1, 3):
+        q, k, v = normal(30, 2 * G, 16), normal(30, 2, 16, seed=1), normal(30, 2, 16, seed=2)
+        start = torch.tensor([0, 30], dtype=torch.int32)
+        got, _ = kernels.flash_attention_ref(q, k, v, start, start, 30, 0.25)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1).repeat_interleave(G, 0),
+            v.transpose(0, 1).repeat_interleave(G, 0), is_causal=True).transpose(0, 1)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_every_kernel_ran_in_some_case(launched):
+    """All Triton kernels of the file are reached by the cases: none is tested in name only."""
+    defined = {name for name, fn in vars(kernels).items() if name.endswith("_kernel") and hasattr(fn, "fn")}
+    for name, make in KERNEL_CASES.items():
+        for case in [c for c in make() if c.label in ("split", "mixed", "ragged")] or [next(make())]:
+            run_case(name, case, "triton")
+    assert defined == set(launched)
+
+
+@needs_triton
+def test_backend_counts_and_forced_wrappers(monkeypatch):
+    """ATTENTION["triton"] and FORCE = "triton" run Triton on this CPU and say so in their counters."""
+    case = paged_case("decode", [1, 3], [20, 9])
+    backend = kernels.ATTENTION["triton"]
+    before = backend.executed
+    out = backend(*case.args[:6])
+    assert backend.executed == before + 1
+    torch.testing.assert_close(out, kernels.ATTENTION["torch"](*case.args[:6]), rtol=2e-5, atol=2e-5)
+    monkeypatch.setattr(kernels, "FORCE", "triton")
+    before = kernels.KERNELS["silu_mul"].executed["triton"]
+    kernels.silu_mul(torch.ones(1, 4))
+    assert kernels.KERNELS["silu_mul"].executed["triton"] == before + 1
+
+
+@needs_triton
+def test_split_and_unsplit_contexts_agree_and_ignore_the_batch(launched):
+    """A decode row is bit for bit the same alone, in a batch, and beside a prefill."""
+    whole = paged_case("batch", [1, 1, 20, 1], [200, 40, 90, 130], dtype=BF16)
+    q, kv, meta, *rest = whole.args
+    together = kernels.ATTENTION["triton"](q, kv, meta, *rest[:3])
+    starts = meta.query_start_loc.tolist()
+    for s in (0, 1, 3):
+        n = int(meta.seq_lens[s])
+        one = kernels.AttentionMetadata(torch.tensor([0, 1], dtype=torch.int32), meta.seq_lens[s:s + 1],
+                                  meta.block_table[s:s + 1], meta.slot_mapping[:1], 1, n)
+        row = slice(starts[s], starts[s] + 1)
+        assert torch.equal(kernels.ATTENTION["triton"](q[row], kv, one, *rest[:3]), together[row])
+    assert "_merge_pieces_kernel" in launched
+
+
+@needs_triton
+@pytest.mark.parametrize("fmt", ["native", "bits"])
+def test_both_ways_of_reading_e4m3(fmt, launched, monkeypatch):
+    """GPUs without fp8 conversion unpack the bits; every finite code gives the same value."""
+    monkeypatch.setattr(kernels, "NATIVE_FP8", {"interpreter"} if fmt == "native" else set())
+    store = next(case for case in rope_store_kv_cases() if case.label == "e4m3")
+    for name, case in (("paged_attention", paged_case("e4m3", [1, 9], [70, 20], dtype=FP32, cache=E4M3)),
+                       ("fp8_matmul", next(fp8_matmul_cases())), ("rope_store_kv", store)):
+        compare(name, case, run_case(name, case, "triton"), run_case(name, case, "torch"))
+    codes = torch.arange(256, dtype=torch.uint8).view(E4M3)          # all codes as one row of keys
+    weight = codes[codes.float().isfinite()].view(1, -1)
+    x = torch.eye(weight.shape[1])
+    got = kernels.KERNELS["fp8_matmul"].triton(x, weight, torch.ones(1, 2))
+    assert torch.equal(got[:, 0], weight[0].float())
+
+
+@needs_triton
+def test_offsets_pass_two_to_the_31(launched):
+    """A cache of more than 2^31 elements, of which two blocks are touched: addresses stay exact."""
+    NB, BS, KH, D = 2 ** 31 // (16 * 8 * 64) + 5, 16, 8, 64
+    try:
+        data = torch.empty(2, NB, BS, KH, D, dtype=E5M2)             # virtual memory; pages come on touch
+    except RuntimeError:
+        pytest.skip("4 GiB of address space are not available")
+    assert (NB - 1) * BS * KH * D > 2 ** 31
+    kv = kernels.LayerKV(data)
+    block = NB - 1
+    slots = torch.arange(block * BS, block * BS + 3)
+    qkv = normal(3, 3 * KH * D)
+    table = torch.cat([torch.ones(8, D // 2), torch.zeros(8, D // 2)], 1)
+    q = kernels.KERNELS["rope_store_kv"].triton(qkv, table, torch.arange(3), kv, slots, KH, KH, D)
+    step = kernels.AttentionMetadata(torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32),
+                               torch.tensor([[block]], dtype=torch.int32), slots, 3, 3)
+    got = kernels.ATTENTION["triton"](q, kv, step, 0.125)
+    small = kernels.LayerKV(torch.zeros(2, 1, BS, KH, D, dtype=E5M2))
+    kernels.store_kv_ref(qkv.view(3, -1, D)[:, KH:2 * KH], qkv.view(3, -1, D)[:, 2 * KH:], small, slots - block * BS)
+    step = dataclasses.replace(step, block_table=torch.zeros(1, 1, dtype=torch.int32))
+    torch.testing.assert_close(got, kernels.attention_ref(q, small, step, 0.125), rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_decode_reads_each_key_once(launched):
+    """Sectors loaded by a decode step stay within 10% of the bytes of K and V in the context."""
+    case = paged_case("bytes", [1] * 4, [256] * 4, H=9, KH=3, dtype=BF16)
+    CHECKS.clear()
+    kernels.ATTENTION["triton"](*case.args[:6])
+    ideal = 4 * 256 * 2 * 3 * 64 * 2
+    merged = 4 * 4 * 9 * 65 * 4                     # four pieces of 64 tokens come back as fp32 partials
+    assert ideal <= CHECKS["sectors"] * 32 - merged < 1.1 * ideal
+
+
+@needs_triton
+def test_checks_of_the_interpreter_bite(launched):
+    """A block id outside the cache, and two slots that are the same, are both reported."""
+    case = paged_case("bad table", [1], [50], BS=16)
+    case.args[2].block_table[0, 2] = 10 ** 6
+    with pytest.raises(Exception, match="out of bounds"):
+        run_case("paged_attention", case, "triton")
+    case = next(rope_store_kv_cases())
+    case.args[4][:] = 5
+    with pytest.raises(Exception, match="store to one address"):
+        run_case("rope_store_kv", case, "triton")
+
+
+@pytest.mark.parametrize("member", ["torch"] + (["triton"] if triton else []) + (
+    ["c"] if kernels.c_library()[0] else []))
+def test_padding_rows_write_nowhere_and_give_zero(member, monkeypatch):
+    """What CUDA graphs rely on: slot -1 leaves the cache alone, a sequence of length 0 gives zeros."""
+    H, KH, D, BS = 4, 2, 16, 8
+    kv = poisoned_cache(3, BS, KH, D, FP32)
+    qkv = normal(4, (H + 2 * KH) * D)
+    qkv[2:] = math.nan                              # whatever a padding row computes stays there
+    slots = torch.tensor([BS, 2 * BS, -1, -1])
+    table = torch.tensor([[1], [2], [0], [0]], dtype=torch.int32)
+    meta = kernels.AttentionMetadata(torch.arange(5, dtype=torch.int32), torch.tensor([1, 1, 0, 0], dtype=torch.int32),
+                               table, slots, 1, 1)
+    monkeypatch.setattr(kernels, "FORCE", member)
+    rope = torch.cat([torch.ones(4, 8), torch.zeros(4, 8)], 1)
+    q = kernels.rope_store_kv(qkv, rope, torch.zeros(4, dtype=torch.int64), kv, slots, H, KH, D)
+    out = kernels.ATTENTION[member](q, kv, meta, 0.25)
+    assert torch.equal(out[2:], torch.zeros(2, H, D))
+    v = qkv[:2].view(2, -1, D)[:, H + KH:].repeat_interleave(H // KH, 1)
+    torch.testing.assert_close(out[:2], v, rtol=1e-6, atol=1e-6)     # one visible key: its value
+    written = torch.zeros(3 * BS, dtype=torch.bool)
+    written[slots[:2]] = True
+    assert torch.equal(~kv.data[0].flatten(0, 1).isnan().any(-1).any(-1), written)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "argmax"])
+def test_c_equals_reference_on_the_shared_cases(name):
+    """The C members on the same cases as the Triton members."""
+    if kernels.c_library()[0] is None:
+        pytest.skip(kernels.c_library()[1])
+    for case in KERNEL_CASES[name]():
+        if case.args[0].dtype in kernels.C_DTYPES:
+            compare(name, case, run_case(name, case, "c"), run_case(name, case, "torch"))
+
+
+@needs_triton
+def test_engine_gives_the_same_tokens_with_triton(monkeypatch):
+    """The toy model, greedy: attention by the interpreted kernel, then every operation by Triton."""
+    nanoserve = pytest.importorskip("nanoserve")
+
+    def tokens(backend, force, prompts, count):
+        monkeypatch.setattr(kernels, "FORCE", force)
+        llm = nanoserve.LLM(model="toy", dtype="float32", num_kv_blocks=64, attention_backend=backend,
+                            max_num_batched_tokens=32, max_num_seqs=4)
+        params = nanoserve.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        ran = kernels.ATTENTION[backend].executed
+        outputs = llm.generate(prompts, params)
+        assert kernels.ATTENTION[backend].executed > ran
+        return [out.outputs[0].token_ids for out in outputs]
+
+    prompts = [list(range(5, 45)), [7, 3, 11], list(range(100, 117))]      # one is cut in chunks
+    assert tokens("triton", None, prompts, 3) == tokens("torch", None, prompts, 3)
+    assert tokens("triton", "triton", prompts[1:2], 2) == tokens("torch", "torch", prompts[1:2], 2)
+
+
+def test_sdpa_backend_equals_reference():
+    for case in paged_attention_cases():
+        if case.args[5] == 0 and "nothing" not in case.label:
+            got = kernels.ATTENTION["sdpa"](*case.args[:6])
+            want = kernels.ATTENTION["torch"](*case.args[:6])
+            dtype = case.args[0].dtype
+            torch.testing.assert_close(got, want, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+
+
+def test_int4_words_hold_the_codes():
+    for rows in (16, 128, 200):
+        codes = torch.randint(0, 16, (rows, 9), generator=generator())
+        words = kernels.pack_int4(codes)
+        assert words.shape == (-(-rows // 128) * 16, 9) and torch.equal(kernels.unpack_int4(words, rows), codes.int())
+
+
+# ==================================================================================================
+# The C members
+# ==================================================================================================
+# What the shared cases do not ask: ragged batches against fp32, bits that do not depend on the batch or
+# on the threads, and a library that is built once, or not at all with a reason.
+
+needs_c = pytest.mark.skipif(kernels.c_library()[0] is None, reason=str(kernels.c_library()[1]))
+
+
+def close_c(got, want, dtype):
+    """bf16 results may differ by rounding: two units in the last place of the largest value nearby."""
+    assert got.dtype == dtype and got.shape == want.shape
+    tol = 2e-5 if dtype is FP32 else 2e-2
+    torch.testing.assert_close(got.float(), want.float(), rtol=tol, atol=tol)
+
+
+def c_batch(q_lens, seq_lens, BS, H, KH, D, dtype, seed=0, spare=3, NB=None):
+    """A ragged step over a shuffled cache whose every slot that no token owns holds NaN."""
+    g = torch.Generator().manual_seed(seed)
+    need = [-(-n // BS) for n in seq_lens]
+    NB = NB or sum(need) + spare
+    ids = torch.randperm(NB - 1, generator=g)[:sum(need)].add(1).tolist()
+    kv = torch.full((2, NB, BS, KH, D), float("nan"), dtype=dtype)
+    table = torch.zeros(len(seq_lens), max(need + [1]) + 2, dtype=torch.int32)   # block 0 holds NaN
+    for s, n in enumerate(seq_lens):
+        table[s, :need[s]] = torch.tensor(ids[:need[s]])
+        del ids[:need[s]]
+        for pos in range(n):
+            kv[:, table[s, pos // BS], pos % BS] = torch.randn(2, KH, D, generator=g).to(dtype)
+    start = torch.tensor([0] + q_lens).cumsum(0).to(torch.int32)
+    qkv = torch.randn(int(start[-1]), H + 2 * KH, D, generator=g).to(dtype)
+    meta = kernels.AttentionMetadata(start, torch.tensor(seq_lens, dtype=torch.int32), table,
+                               torch.zeros(len(qkv), dtype=torch.int64), max(q_lens), max(seq_lens))
+    return qkv[:, :H], kernels.LayerKV(kv), meta       # q is a strided view, as in the engine
+
+
+def exact_attention(q, kv, meta, *args):
+    """The reference in fp32, whatever the type of its inputs."""
+    return kernels.attention_ref(q.float(), kernels.LayerKV(kv.data.float()), meta, *args)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", kernels.C_DTYPES)
+@pytest.mark.parametrize("D,G,BS", [(5, 1, 4), (16, 3, 8), (64, 3, 16), (64, 7, 32), (80, 1, 16),
+                                    (128, 7, 8), (128, 3, 4), (64, 1, 16), (33, 9, 16), (256, 4, 16)])
+@pytest.mark.parametrize("window,softcap", [(0, 0.0), (3, 0.0), (150, 2.0)])
+def test_attention_equals_reference_on_ragged_batches(dtype, D, G, BS, window, softcap):
+    KH = 2
+    q_lens, seq_lens = [1, 5, 1, 40, 1, 1, 150], [1, 5, 300, 171, 128, 0, 150]
+    q, kv, meta = c_batch(q_lens, seq_lens, BS, G * KH, KH, D, dtype)
+    got = kernels.attention_c(q, kv, meta, D ** -0.5, window, softcap)
+    close_c(got, exact_attention(q, kv, meta, D ** -0.5, window, softcap).to(dtype), dtype)
+    assert (got[48] == 0).all()      # the row of the sequence of length 0
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", kernels.C_DTYPES)
+def test_attention_ignores_blocks_that_left_the_window(dtype):
+    """Blocks below the window are the null block, which may hold anything."""
+    q, kv, meta = c_batch([1, 20], [400, 300], 16, 6, 2, 64, dtype)
+    want = kernels.attention_c(q, kv, meta, 0.125, 30)
+    meta.block_table[0, :(400 - 30) // 16] = 0
+    meta.block_table[1, :(281 - 30) // 16] = 0
+    assert torch.equal(kernels.attention_c(q, kv, meta, 0.125, 30), want) and not want.isnan().any()
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", kernels.C_DTYPES)
+@pytest.mark.parametrize("G", [1, 3, 7])
+def test_attention_of_a_row_depends_on_that_row_alone(dtype, G):
+    """Bit for bit: alone or in a batch, split over threads or not, whole prompt or any chunk of it."""
+    q, kv, meta = c_batch([1, 300, 1, 1] + [1] * 8, [700, 300, 129, 5] + list(range(100, 900, 100)), 16, 2 * G, 2, 64, dtype)
+    whole = kernels.attention_c(q, kv, meta, 0.125)
+    before = torch.get_num_threads()
+    for s in range(4):
+        a, b = meta.query_start_loc[s:s + 2].tolist()
+        n = int(meta.seq_lens[s])
+        for lo, hi in [(a, b)] + ([(a, a + 7), (a + 130, a + 131), (b - 1, b)] if s == 1 else []):
+            one = kernels.AttentionMetadata(torch.tensor([0, hi - lo], dtype=torch.int32),
+                                      torch.tensor([n - (b - hi)], dtype=torch.int32),
+                                      meta.block_table[s:s + 1], meta.slot_mapping, hi - lo, n)
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                assert torch.equal(kernels.attention_c(q[lo:hi], kv, one, 0.125), whole[lo:hi])
+    torch.set_num_threads(before)
+
+
+@needs_c
+def test_attention_reaches_past_two_to_the_31():
+    """Element offsets do not fit 32 bits in a cache of this size; only a few pages are touched."""
+    NB, BS, KH, D = 2 ** 31 // (16 * 64) // 8 + 9, 16, 8, 64
+    try:
+        data = torch.empty(2, NB, BS, KH, D, dtype=BF16)
+    except RuntimeError:
+        pytest.skip("not enough address space")
+    assert (NB - 1) * BS * KH * D > 2 ** 31
+    meta = kernels.AttentionMetadata(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([20], dtype=torch.int32),
+                               torch.tensor([[NB - 1, NB - 2]], dtype=torch.int32), torch.zeros(1), 1, 20)
+    data[:, NB - 2:] = torch.randn(2, 2, BS, KH, D)
+    slots, qkv = torch.tensor([(NB - 2) * BS + 3]), torch.randn(1, 3 * KH * D).to(BF16)
+    q = kernels.rope_store_kv_c(qkv, torch.tensor([[1.0, 0.0]]), torch.tensor([0]), kernels.LayerKV(data), slots, KH, KH, D)
+    assert torch.equal(data[1, NB - 2, 3].flatten(), qkv[0, 2 * KH * D:])
+    small = kernels.AttentionMetadata(meta.query_start_loc, meta.seq_lens, torch.tensor([[1, 0]], dtype=torch.int32),
+                                meta.slot_mapping, 1, 20)
+    want = kernels.attention_c(q, kernels.LayerKV(data[:, NB - 2:].contiguous()), small, 0.125)
+    assert torch.equal(kernels.attention_c(q, kernels.LayerKV(data), meta, 0.125), want)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", kernels.C_DTYPES)
+@pytest.mark.parametrize("E", [5, 16, 64, 576, 1000])
+def test_rms_norm_and_silu_mul(dtype, E):
+    for T in (1, 3, 300):
+        x, w, res = torch.randn(T, E).to(dtype), torch.randn(E).to(dtype), torch.randn(T, E)   # residual in fp32
+        close_c(kernels.rms_norm_c(x, w, 1e-5), kernels.rms_norm_ref(x, w, 1e-5), dtype)
+        close_c(kernels.rms_norm_c(x, w.float(), 1e-5), kernels.rms_norm_ref(x, w.float(), 1e-5), dtype)
+        mine, his = res.clone(), res.clone()
+        close_c(kernels.rms_norm_c(x, w, 1e-5, mine), kernels.rms_norm_ref(x, w, 1e-5, his), dtype)
+        close_c(mine, his, FP32)
+        gu = torch.randn(T, 2 * E).to(dtype) * 10
+        gu[0, 0], gu[0, 1], gu[0, 2] = 200, -200, float("nan")
+        got, want = kernels.silu_mul_c(gu), kernels.silu_mul_ref(gu)
+        assert got[0, 2].isnan()
+        close_c(got.nan_to_num(7), want.nan_to_num(7), dtype)
+    heads = torch.randn(9, 7, E).to(dtype)[:, 2:5]      # q inside qkv: strided rows
+    close_c(kernels.rms_norm_c(heads, w, 1e-5), kernels.rms_norm_ref(heads, w, 1e-5), dtype)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", kernels.C_DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("D,rotary", [(64, 64), (64, 16), (6, 4), (80, 20), (128, 128), (64, 0)])
+def test_rope_store_kv(dtype, interleaved, D, rotary):
+    T, H, KH, BS, NB = 37, 4, 2, 4, 20
+    pos, slots = torch.randint(50, (T,)), torch.randperm(NB * BS)[:T]
+    slots[3] = slots[30] = -1
+    angle = torch.rand(50, rotary // 2) * 7
+    cos_sin = torch.cat([angle.cos(), angle.sin()], 1)
+    qkv = torch.randn(T, (H + 2 * KH) * D).to(dtype)
+    pair = [(qkv.to(t, copy=True), torch.full((2, NB, BS, KH, D), 9.0, dtype=t)) for t in (dtype, torch.float64)]
+    wide = pair[0][0].clone(), kernels.LayerKV(pair[0][1].clone())
+    q = kernels.rope_store_kv_c(pair[0][0], cos_sin, pos, kernels.LayerKV(pair[0][1]), slots, H, KH, D, interleaved)
+    kernels.rope_store_kv_c(wide[0], cos_sin, pos.int(), wide[1], slots, H, KH, D, interleaved)
+    assert torch.equal(wide[0], pair[0][0]) and torch.equal(wide[1].data, pair[0][1])
+    want = kernels.rope_store_kv_ref(pair[1][0], cos_sin, pos, kernels.LayerKV(pair[1][1]), slots, H, KH, D, interleaved)
+    close_c(q, want.to(dtype), dtype)
+    for got, ref in zip(pair[0], pair[1]):
+        close_c(got, ref.to(dtype), dtype)
+    assert q.data_ptr() == pair[0][0].data_ptr()
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", kernels.C_DTYPES)
+def test_argmax_takes_the_lowest_index_and_ignores_nan(dtype):
+    for V in (1, 5, 16, 1000, 1024, 1025, 5003):
+        x = torch.randint(-9, 9, (7, V)).to(dtype)
+        want = torch.tensor([r.index(max(r)) for r in x.tolist()])
+        assert torch.equal(kernels.argmax_c(x), want)
+        x[:, -1] = float("nan") if V > 1 else 1
+        want = torch.tensor([r.index(max(r[:-1] or r)) for r in x.tolist()])
+        assert torch.equal(kernels.argmax_c(x), want)
+    x = torch.full((3, 2000), -float("inf"), dtype=dtype)
+    x[1, 1999], x[2] = -1e38, float("nan")
+    assert kernels.argmax_c(x).tolist() == [0, 1999, 0]
+
+
+@needs_c
+@pytest.mark.parametrize("N,Kd", [(32, 64), (100, 576), (5, 6), (1000, 130)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_and_its_batch_invariance(N, Kd, bias):
+    w, x, b = torch.randn(N, Kd).to(BF16), torch.randn(300, Kd).to(BF16), torch.randn(N).to(BF16)
+    packed = kernels.pack_linear(w)
+    got = kernels.linear_c(x, packed, N, Kd, b if bias else None)
+    want = torch.nn.functional.linear(x.double(), w.double(), b.double() if bias else None)
+    torch.testing.assert_close(got.double(), want, rtol=2 ** -8, atol=1e-3 * Kd ** 0.5)
+    for T in (1, 2, 3, 5, 7, 8, 9, 64, 200):
+        i = random.randrange(300 - T)
+        assert torch.equal(kernels.linear_c(x[i:i + T], packed, N, Kd, b if bias else None), got[i:i + T])
+    with pytest.raises(ValueError, match="even"):
+        kernels.pack_linear(torch.zeros(4, 3))
+
+
+def build_library(tmp_path, **env):
+    """c_library() in a fresh process with this environment: (built, reason)."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **env}
+    code = "import kernels; lib, why = kernels.c_library(); print(lib is not None); print(why)"
+    out = subprocess.run([sys.executable, "-c", code], env=env, cwd=Path(kernels.__file__).parent, capture_output=True, text=True, check=True)
+    return out.stdout.splitlines()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_with_a_compiler_the_source_builds():
+    assert kernels.c_library()[0] is not None, kernels.c_library()[1]
+
+
+def test_without_a_compiler_there_is_a_reason_and_no_exception(tmp_path):
+    assert build_library(tmp_path, NANOSERVE_NO_C="1") == ["False", "NANOSERVE_NO_C=1 is set"]
+    assert build_library(tmp_path, CC="/nowhere/cc")[0] == "False"
+    built, why = build_library(tmp_path, CC="false")
+    assert built == "False" and "failed" in why
+    (tmp_path / "file").write_text("")
+    built, why = build_library(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert built == "False" and "no C library" in why and "\n" not in why
+
+
+@needs_c
+def test_the_library_is_built_once_and_leaves_one_file(tmp_path):
+    stamps = set()
+    for _ in range(2):
+        assert build_library(tmp_path) == ["True", "None"]
+        (file,) = (tmp_path / "cache/nanoserve").iterdir()
+        assert file.suffix == ".so"
+        stamps.add(file.stat().st_mtime_ns)
+    assert len(stamps) == 1
+
+
+# ==================================================================================================
+# Wrappers and selection
+# ==================================================================================================
+
+def bad_calls():
+    kv = kernels.LayerKV(torch.zeros(2, 2, 8, 2, 16))
+    table, pos, slots = torch.zeros(4, 16), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    qkv = torch.zeros(3, 8 * 16)
+    rope = lambda **change: kernels.rope_store_kv(**{**dict(qkv=qkv, cos_sin=table, positions=pos, kv=kv, H=4, KH=2,
+                                                      slot_mapping=slots, D=16), **change})
+    yield "weight", lambda: kernels.rms_norm(torch.zeros(2, 8), torch.zeros(7), 1e-5)
+    yield "residual", lambda: kernels.rms_norm(torch.zeros(2, 8), torch.zeros(8), 1e-5, torch.zeros(2, 7))
+    yield "rms_norm: x", lambda: kernels.rms_norm(torch.zeros(8, 2).T, torch.zeros(8), 1e-5)
+    yield "gate_up", lambda: kernels.silu_mul(torch.zeros(2, 7))
+    yield "qkv", lambda: rope(H=5)
+    yield "cos_sin", lambda: rope(cos_sin=torch.zeros(4, 18))
+    yield "cache", lambda: rope(kv=kernels.LayerKV(torch.zeros(2, 2, 8, 1, 16)))
+    yield "int8", lambda: rope(kv=kernels.LayerKV(torch.zeros(2, 2, 8, 2, 16, dtype=torch.int8)))
+    yield "slot", lambda: rope(slot_mapping=slots[:2])
+    yield "argmax", lambda: kernels.argmax(torch.zeros(5))
+    yield "int8_matmul", lambda: kernels.int8_matmul(torch.zeros(2, 8), torch.zeros(4, 7, dtype=torch.int8),
+                                               torch.zeros(4))
+    yield "group", lambda: kernels.int4_matmul(torch.zeros(2, 96), torch.zeros(16, 4, dtype=torch.int32),
+                                         torch.zeros(2, 4), None, 48)
+    yield "fp8_matmul", lambda: kernels.fp8_matmul(torch.zeros(2, 8), torch.zeros(4, 8).to(E4M3), torch.zeros(2, 1))
+    packed = packed_case("bad", [4], [4]).args
+    yield "flash", lambda: kernels.flash_attention(packed[0][:, :3], *packed[1:])
+    yield "int32", lambda: kernels.flash_attention(*packed[:3], packed[3].long(), *packed[4:])
+    q, cache, meta, *rest = paged_case("bad", [1], [5]).args
+    yield "cache", lambda: kernels.ATTENTION["torch"](q[:, :, :32].contiguous(), cache, meta, *rest[:3])
+    yield "int32", lambda: kernels.ATTENTION["torch"](q, cache, dataclasses.replace(
+        meta, seq_lens=meta.seq_lens.long()), *rest[:3])
+
+
+@pytest.mark.parametrize("word,call", [pytest.param(*x, id=f"{i} {x[0]}") for i, x in enumerate(bad_calls())])
+def test_wrappers_refuse_what_kernels_cannot_do(word, call):
+    with pytest.raises(ValueError, match=word):
+        call()
+
+
+FACTS = dict(device="cpu", dtype=BF16, kv_dtype=BF16, head_dim=64, block_size=16, group=3)
+
+
+def test_selection_reports_candidates_reasons_and_choice():
+    backend, lines = kernels.select_attention("auto", **FACTS)
+    assert backend.name == ("c" if kernels.c_library()[0] else "sdpa")
+    text = "\n".join(lines)
+    assert all(name in lines[0] for name in kernels.ATTENTION)
+    assert "attention triton: no, " in text and f"selected: {backend.name} (requested: auto)" in lines[-1]
+
+
+@pytest.mark.parametrize("requested,facts,word", [
+    ("flash9", {}, "unknown"), ("c", dict(kv_dtype=E4M3), "cannot run.*same type"),
+    ("sdpa", dict(softcap=True), "softcap"), ("triton", dict(head_dim=512), "head width"),
+    ("triton", dict(group=32), "group"), ("c", dict(device="cuda"), "CPU")])
+def test_an_impossible_backend_is_an_error_with_its_reason(requested, facts, word):
+    with pytest.raises(ValueError, match=word):
+        kernels.select_attention(requested, **{**FACTS, **facts})
+
+
+def test_auto_passes_over_what_cannot_run():
+    assert kernels.select_attention("auto", **{**FACTS, "kv_dtype": torch.int8})[0].name == "sdpa"
+    assert kernels.select_attention("auto", **{**FACTS, "dtype": FP16, "softcap": True})[0].name == "torch"
+
+
+def test_wrappers_pick_and_count_the_member(monkeypatch):
+    """CPU: C for bf16 and fp32 when it was built, else the reference; FORCE overrides; all is counted."""
+    counts = kernels.KERNELS["silu_mul"].executed
+    native = "c" if kernels.c_library()[0] else "torch"
+    for dtype, force, member in ((BF16, None, native), (FP16, None, "torch"), (BF16, "torch", "torch")):
+        monkeypatch.setattr(kernels, "FORCE", force)
+        before = counts[member]
+        kernels.silu_mul(torch.ones(1, 4, dtype=dtype))
+        assert counts[member] == before + 1
+
+
+# ==================================================================================================
+# The numbers of article 7
+# ==================================================================================================
+
+def test_online_softmax_on_two_tiles():
+    rows = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+    tiles = [([1000.0, 999.0], rows[:2]), ([1002.0, 998.0], rows[2:])]
+    (first, second), out, lse = kernels.online_softmax(tiles)
+    near = lambda got, want: torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), torch.tensor(
+        want, dtype=torch.float64), rtol=0, atol=6e-7)
+    near([first[0], first[1], *first[2]], [1000, 1.367879, 1.103638, 2.471518, 3.839397])
+    near([second[0], second[1], *second[2]], [1002, 1.203438, 6.314202, 7.517640, 8.721078])
+    near([*out, lse], [5.246803, 6.246803, 7.246803, 1002.185182])
+    exact = torch.softmax(torch.tensor([1000.0, 999, 1002, 998], dtype=torch.float64), 0) @ torch.tensor(
+        rows, dtype=torch.float64)
+    near(out, exact.tolist())
+    near(kernels.online_softmax(tiles, rescale=False)[1], [3.046054, 4.046054, 5.046054])
+
+
+def test_hbm_elements_of_the_article():
+    want = {1024: (4456448, 733184, 1180672, 721920), 2048: (17301504, 2670592, 4458496, 2492416),
+            4096: (68157440, 9355264, 17305600, 9179136), 8192: (270532608, 36372480, 68165632, 35135488)}
+    for N, row in want.items():
+        assert tuple(kernels.hbm_elements(N, 64, 192 * 1024 // 2, 128, 128).values()) == row
+    assert [round(want[N][0] / want[N][1], 2) for N in want] == [6.08, 6.48, 7.29, 7.44]
+    moved = []                                      # the same count from a forward pass that keeps a list
+    q = normal(1024, 64)
+    kernels.tiled_attention(q, q, q, 128, 128, moved=moved)
+    assert sum(moved) == want[1024][2]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tile", [(8, 5), (37, 37), (1, 16)])
+def test_tiled_forward_and_backward_equal_autograd(causal, tile):
+    q, k, v, do = (normal(37, 8, seed=i).double() for i in range(4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].T / math.sqrt(8)
+    if causal:
+        scores = scores.masked_fill(torch.ones(37, 37, dtype=torch.bool).triu(1), -math.inf)
+    want = torch.softmax(scores, 1) @ leaves[2]
+    out, lse = kernels.tiled_attention(q, k, v, *tile, causal)
+    grads = kernels.tiled_backward(do, q, k, v, out, lse, *tile, causal)
+    for got, exact in zip([out, lse, *grads], [want, torch.logsumexp(scores, 1),
+                                                *torch.autograd.grad(want, leaves, do)]):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-13)
+
+
+def test_split_contexts_merge_by_lse():
+    q, k, v = normal(8).double(), normal(100, 8, seed=1).double(), normal(100, 8, seed=2).double()
+    s = k @ q / math.sqrt(8)
+    for cuts in ([0, 100], [0, 16, 100], [0, 1, 2, 50, 99, 100]):
+        parts = [slice(a, b) for a, b in zip(cuts, cuts[1:])]
+        outs = torch.stack([torch.softmax(s[p], 0) @ v[p] for p in parts])
+        out, lse = kernels.merge_pieces(outs, torch.stack([torch.logsumexp(s[p], 0) for p in parts]))
+        torch.testing.assert_close(out, torch.softmax(s, 0) @ v, rtol=0, atol=1e-14)
+        torch.testing.assert_close(lse, torch.logsumexp(s, 0), rtol=0, atol=1e-14)
+
+
+def test_grids_slices_schedules_and_pairs():
+    assert kernels.grid_use(1, 8, 8192, 128, 132) == {"v1": 8, "v2": 512, "v1_busy": 0.061, "v2_waves": 4}
+    costs = kernels.sliced_costs(8192, 64, 128, 128, 4)
+    assert (costs["sliced_k"], costs["sliced_q"]) == (1572864, 0)
+    assert (costs["v1_divisions"], costs["v2_divisions"]) == (33554432, 524288)
+    ticks = kernels.schedule_ticks(8, 1, 2, 2)
+    assert list(ticks.values()) == [40, 33, 19]
+    assert [round(100 * 16 / t, 1) for t in ticks.values()] == [40.0, 48.5, 84.2]
+    assert kernels.attention_pairs(4096, 512, 4) == (8390656, 1980666)
+
+
+def test_random_features_approach_exact_attention():
+    assert [round(e, 2) for e in kernels.favor_error().values()] == [0.87, 0.46, 0.38, 0.28]
+
+
+def test_fp8_attention_with_and_without_hadamard():
+    error = kernels.fp8_attention_error()
+    assert error["tensor"] > error["block"] > error["rotated"]
+    assert [f"{error[name]:.3e}" for name in ("tensor", "block", "rotated")] == ["1.949e-02", "1.588e-02",
+                                                                               "1.142e-02"]
+    R = kernels.hadamard(64)
+    torch.testing.assert_close(R @ R.T, torch.eye(64))
+    spike = torch.zeros(64)
+    spike[3] = 8.0
+    assert (spike @ R).abs().max() == 1.0           # one outlier of 8 becomes 64 values of 1
+
+
+# ==================================================================================================
+# Broken kernels
+# ==================================================================================================
+# Each line breaks one thing in a copy of kernels.py. The cases above must notice every one of them: by a
+# wrong number, by an address outside the tensors, by two programs writing to one place, or by a NaN.
+
+HINTS = {"fp8 scale of K forgotten": "e4m3", "int8 scale of V forgotten": "int8",       # where to look first
+         "offset in the block": "block size 64", "softcap after the mask is skipped": "softcap",
+         "window off by one": "window", "window starts a tile late": "window", "last piece lost": "split",
+         "pieces not weighted": "split", "a length that no launch serves": "mixed", "V is not masked": "bfloat16",
+         "fp8 does not saturate": "e4m3", "pairs taken as halves": "pairs", "acc is not rescaled": "rising"}
+MUTANTS = [     # name, kernel, text, its replacement
+    ("acc is not rescaled", "paged_attention", "acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None],",
+     "acc = tl.dot(p.to(q.dtype), v, acc,"),
+    ("l is not rescaled", "flash_attention", "l * alpha + tl.sum(p, 1)", "l + tl.sum(p, 1)"),
+    ("mask off by one", "paged_attention", "seen = (cols <= pos)", "seen = (cols < pos)"),
+    ("sees one token too many", "flash_attention", "seen = (cols <= pos)", "seen = (cols <= pos + 1)"),
+    ("wrong head of the group", "paged_attention", "head = kvh * G + r % G", "head = r % G * KH + kvh"),
+    ("V is not masked", "paged_attention", "v = _load_kv(v_ptr + tile, tile_ok, q.dtype, KV)",
+     "v = _load_kv(v_ptr + tile, (n >= 0)[:, None] & (d < D)[None, :], q.dtype, KV)"),
+    ("no guard for -inf", "paged_attention", 'shift = tl.where(m_new == float("-inf"), 0.0, m_new)\n    p =',
+     "shift = m_new\n    p ="),
+    ("slot off by one", "rope_store_kv", "at = slot * KH + h - H", "at = (slot + 1) * KH + h - H"),
+    ("slot -1 is written", "rope_store_kv", "if (h >= H) & (slot >= 0):", "if h >= H:"),
+    ("offset in the block", "paged_attention", "to(tl.int64) * BS + n % BS\n        else",
+     "to(tl.int64) * BS + n % BN\n        else"),
+    ("int8 scale of V forgotten", "paged_attention",
+     "p = p * tl.load(v_step_ptr + at, mask=n_ok, other=0.0)[None, :]", "p = p * 1.0"),
+    ("fp8 scale of K forgotten", "paged_attention", "(kv.k_scale if fp8 else 1.0)", "1.0"),
+    ("fp8 does not saturate", "rope_store_kv", "return tl.clamp(x / factor, -TOP, TOP), amax",
+     "return tl.clamp(x / factor, -TOP / 2, TOP / 2), amax"),
+    ("window off by one", "paged_attention", "seen = seen & (pos - cols < WINDOW)",
+     "seen = seen & (pos - cols <= WINDOW)"),
+    ("window starts a tile late", "paged_attention", "lo = tl.maximum(0, context + first - WINDOW + 1) // BN * BN",
+     "lo = tl.maximum(0, context + first - WINDOW + 1 + BN) // BN * BN"),
+    ("softcap after the mask is skipped", "paged_attention", "s = t * (softcap * LOG2E)", "s = t * LOG2E"),
+    ("rows of the next block are stored", "paged_attention", "row_ok = (r < BQ * G) & (token < q_len)\n    mask",
+     "row_ok = token < q_len\n    mask"),
+    ("last piece lost", "paged_attention", "tl.range(first, tl.cdiv(pos + 1, PIECE))",
+     "tl.range(first, tl.maximum(1, (pos + 1) // PIECE))"),
+    ("pieces not weighted", "paged_attention", "acc = acc * alpha + part * weight", "acc = acc * alpha + part"),
+    ("a length that no launch serves", "paged_attention", "other = q_len > LIMIT if SHORT",
+     "other = q_len >= LIMIT if SHORT"),
+    ("wrong half of the rotation", "rope_store_kv", "a = (a0 * cos - b0 * sin)", "a = (a0 * cos + b0 * sin)"),
+    ("pairs taken as halves", "rope_store_kv", "at_a, at_b = 2 * c, 2 * c + 1", "at_a, at_b = c, c + ROT // 2"),
+    ("eps forgotten", "rms_norm", "tl.sum(x * x, 0) / E + eps", "tl.sum(x * x, 0) / E"),
+    ("norm over the padded width", "rms_norm", "tl.sum(x * x, 0) / E + eps", "tl.sum(x * x, 0) / EP + eps"),
+    ("ties to the highest index", "argmax", "tl.min(tl.where(best == top, where, V), 0)",
+     "tl.max(tl.where(best == top, where, 0), 0)"),
+    ("delta forgotten in dQ", "flash_backward", "ds = p * (dp - delta[:, None]) * slope", "ds = p * dp * slope"),
+    ("first query of a key missed", "flash_backward", "lo = tl.maximum(0, n0 - (k_len - q_len)) // BM * BM",
+     "lo = tl.maximum(0, n0 + BM - (k_len - q_len)) // BM * BM"),
+    ("one head of the group missed", "flash_backward", "for g in range(G):", "for g in range(1, G):"),
+    ("zero point ignored", "int4_matmul", "z = tl.load(z_ptr + at, mask=ok, other=0).to(tl.float32) + BIAS",
+     "z = tl.full((BN,), 8.0 + BIAS, tl.float32)"),
+    ("scale of the next group", "int4_matmul", "at = k0 // GROUP * N + n", "at = (k0 // GROUP + 1) * N + n"),
+    ("block scale of row 0", "fp8_matmul", "s_row = tl.program_id(0) * BN // BK * tl.cdiv(K, BK)", "s_row = 0"),
+    ("scale of the row forgotten", "int8_matmul", "(acc * s[None, :])", "(acc * 0.01)"),
+]
+
+
+def load_mutant(folder, old, new):
+    """kernels.py with one text replaced, as a module of its own."""
+    import importlib.util
+    source = Path(kernels.__file__).read_text()
+    assert old in source, f"the mutation list is stale: {old!r} is not in kernels.py"
+    path = folder / "kernels_mutant.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("kernels_mutant", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kernels_mutant"] = module              # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules["kernels_mutant"]
+    module.SPLIT_TOKENS = 64
+    return module
+
+
+@needs_triton
+@pytest.mark.parametrize("label,name,old,new", [pytest.param(*m, id=m[0]) for m in MUTANTS])
+def test_broken_kernels_are_caught(label, name, old, new, tmp_path):
+    module = load_mutant(tmp_path, old, new)
+    cases = sorted(KERNEL_CASES[name](), key=lambda case: HINTS.get(label, "") not in case.label)
+    for case in cases:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "invalid value", RuntimeWarning)
+                got = run_case(name, case, "triton", module=module)
+            compare(name, case, got, run_case(name, case, "torch"))
+        except AssertionError:
+            return                                      # caught by a number
+        except Exception as error:                      # caught by a check; anything else is a stale line
+            assert re.search("out of bounds|two programs|invalid value", str(error)), error
+            return
+    pytest.fail("no case noticed")
+
+
+# ==================================================================================================
+# Compiled for GPUs that are not there
+# ==================================================================================================
+# One child process compiles the shipped launches for four targets (this one interprets, and Triton can do
+# only one of the two in a process). The reports are kept under a hash of the sources.
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+SHARED_MEMORY = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}   # 99: consumer
+UNIT = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
+BENCH = next((p for p in (HERE / "bench.py", HERE / "bench_kernels.py") if p.exists()
+              and "def run_kernels" in p.read_text()), None)
+# Fractions of the memory roofline that the main loop leaves, a ratchet: raise as kernels improve.
+FLOORS = {("decode D64 bf16", "sm_80"): 0.95, ("decode D64 bf16", "sm_90"): 0.95,
+          ("decode D64 bf16", "sm_100"): 0.95, ("decode D128 bf16", "sm_80"): 0.95,
+          ("decode D128 bf16", "sm_90"): 0.95, ("decode D128 bf16", "sm_100"): 0.95,
+          ("decode D64 e4m3", "sm_90"): 0.95, ("decode D128 int8", "sm_90"): 0.95,
+          ("int8 1 rows", "sm_80"): 0.95, ("int8 1 rows", "sm_90"): 0.95, ("int4 g128 1 rows", "sm_90"): 0.75}
+
+
+def child(*arguments, interpret=False, timeout=1500):
+    """stdout of a child Python that finds kernels.py, with or without Triton's interpreter."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(kernels.__file__).parent), env.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, *map(str, arguments)], env=env, capture_output=True, text=True,
+                          timeout=timeout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def static_reports():
+    if triton is None or BENCH is None:
+        pytest.skip("needs Triton and bench.py")
+    return json.loads(child(BENCH, "kernels", "--static", "--json"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_launch_compiles_and_fits(static_reports, target):
+    """No spill, no scratch, shared and tensor memory within limits, no body replaced by a trap."""
+    reports = [r for r in static_reports if r["target"] == target]
+    errors = [(r["case"], r["error"]) for r in reports if "error" in r]
+    assert not errors, errors
+    names = {r["kernel"] for r in reports}
+    defined = {name for name, fn in vars(kernels).items() if name.endswith("_kernel") and hasattr(fn, "fn")}
+    assert names == defined
+    for r in reports:
+        where = f"{r['case']} {r['kernel']} on {target}"
+        assert r["spills"] == 0, f"{where}: {r['spills']} spills at {r['registers']} registers"
+        assert not r["trap"] and r["tmem"] <= 512 and r["shared"] <= SHARED_MEMORY[target], where
+        assert r["blocks"] >= 1 and not r["advice"], f"{where}: {r['advice']}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_reach_the_matrix_unit(static_reports, target):
+    """Tiles of 64 rows and more use the unit of their architecture; 16-row tiles use mma.sync."""
+    seen = Counter()
+    for r in static_reports:
+        if r["target"] != target or r["case"].startswith("fp32") or not r["rows"] or "delta" in r["kernel"]:
+            continue
+        tall = r["rows"] >= 64 and "dkdv" not in r["kernel"]
+        unit = UNIT[target] if tall or target == "gfx942" else None
+        assert (unit in r["matrix"]) if unit else r["matrix"], f"{r['case']} {r['kernel']}: {r['matrix']}"
+        seen["tall" if tall else "flat"] += 1
+    assert seen["tall"] >= 5 and seen["flat"] >= 8
+
+
+@pytest.mark.parametrize("target", TARGETS[:3])
+def test_copies_are_asynchronous(static_reports, target):
+    """K, V and weights arrive while the previous tile is computed; on Hopper and later through TMA."""
+    for case, kernel in (("decode D64 bf16", "_paged_kernel"), ("prefill D64 bf16", "_paged_kernel"),
+                         ("flash D64", "_flash_kernel"), ("flash D128", "_flash_kernel"),
+                         ("int8 1 rows", "_int8_matmul_kernel"), ("int4 1 rows", "_int4_matmul_kernel")):
+        r = next(r for r in static_reports if r["target"] == target and r["case"] == case
+                 and r["kernel"] == kernel)
+        tma = "flash" in kernel and target != "sm_80"
+        assert r["copies"].get("tma" if tma else "cp.async", 0) >= (4 if tma else 6), (case, r["copies"])
+
+
+@pytest.mark.parametrize("case,target", FLOORS)
+def test_static_roofline_of_the_main_loop(static_reports, case, target):
+    roof = next(r for r in static_reports if r["target"] == target and r["case"] == case)["roof"]
+    assert roof["fraction"] >= FLOORS[case, target] and roof["latency"], roof
+
+
+# ==================================================================================================
+# On a GPU
+# ==================================================================================================
+# `pytest -m gpu` runs the cases above on the device, in a child that does not interpret. The same child,
+# interpreting and on the CPU, is run always, so that it works the day a GPU is there.
+
+def kernel_worker(device, names):
+    """Run cases of the named kernels on device, Triton against the reference; one JSON line each."""
+    kernels.SPLIT_TOKENS = 64
+    for name in names.split(","):
+        for case in KERNEL_CASES[name]():
+            try:
+                compare(name, case, run_case(name, case, "triton", device), run_case(name, case, "torch"))
+                error = None
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {str(failure)[:400]}"
+            print(json.dumps(dict(kernel=name, case=case.label, error=error)), flush=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_on_the_gpu(name):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    rows = [json.loads(line) for line in child(__file__, "--kernel-worker", "cuda", name).splitlines()]
+    assert len(rows) == len(list(KERNEL_CASES[name]())) and not [r for r in rows if r["error"]], rows
+
+
+@needs_triton
+def test_the_gpu_worker_runs_on_this_machine():
+    rows = child(__file__, "--kernel-worker", "cpu", "silu_mul,argmax", interpret=True).splitlines()
+    wanted = [c.label for name in ("silu_mul", "argmax") for c in KERNEL_CASES[name]() if c.args[0].dtype != BF16]
+    passed = [r["case"] for r in map(json.loads, rows) if r["error"] is None]
+    assert set(wanted) <= set(passed)       # bf16 needs the repairs, which the child does not install
+
+
+@needs_triton
+def test_bench_kernels_runs_dry_and_without_a_gpu():
+    if BENCH is None:
+        pytest.skip("needs bench.py")
+    table = child(BENCH, "kernels", "--dry", interpret=True)
+    for word in ("ceilings", "decode S 2", "paged prefill", "flash backward", "int4", "torch sdpa", "silu_mul"):
+        assert word in table
+    if not torch.cuda.is_available():
+        assert "No GPU here" in child(BENCH, "kernels")
+
+
+if __name__ == "__main__" and WORKER:
+    kernel_worker(*sys.argv[sys.argv.index("--kernel-worker") + 1:][:2])
