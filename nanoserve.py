@@ -1627,10 +1627,8 @@ class KVCacheManager:
     max_step_tokens: most tokens a request can compute in one step, all inside the window."""
     def __init__(self, num_blocks, block_size, enable_caching=True, window=0, max_step_tokens=2048):
         self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
-        self.enable_caching = enable_caching
-        self.window = window
-        self.max_step_tokens = max_step_tokens
+        self.block_size, self.enable_caching = block_size, enable_caching
+        self.window, self.max_step_tokens = window, max_step_tokens
         self.tables = {}  # request_id -> list of blocks, in position order
         self.num_published = {}  # request_id -> leading blocks that have their name
         self.published = {}  # request_id -> blocks it published in the current step
@@ -2002,9 +2000,7 @@ class Scheduler:
     def __init__(self, config, kv_manager):
         require(config.policy in POLICIES,
                 f"scheduling_policy must be one of {[*POLICIES]}, got {config.policy!r}")
-        self.config = config
-        self.policy = POLICIES[config.policy]
-        self.kv = kv_manager
+        self.config, self.policy, self.kv = config, POLICIES[config.policy], kv_manager
         self.requests = {}  # request_id -> every unfinished request
         self.waiting = deque()
         self.running = []  # in order of admission
@@ -3029,14 +3025,17 @@ class LLM:
         pendings = self._add_all(prompts, params)
         parents = list({id(pending.parent): pending.parent for pending in pendings}.values())
         before = self.core.counts["generation_tokens"]
-        with tqdm(total=len(prompts), disable=not use_tqdm, desc="Processed prompts") as bar:
-            for _ in self._run(pendings):
-                if use_tqdm:
-                    bar.update(sum(parent.finished for parent in parents) - bar.n)
-                    stats, seconds = self.core.stats(), bar.format_dict["elapsed"] or 1e-9
-                    rate = (stats["generation_tokens"] - before) / seconds
-                    bar.set_postfix_str(f"{rate:.0f} tok/s, {stats['running']} running, "
-                                        f"KV {stats['kv_usage']:.0%}", refresh=False)
+        bar = tqdm(total=len(prompts), disable=not use_tqdm, desc="Processed prompts")
+        with bar, contextlib.closing(self._run(pendings)) as steps:
+            for _ in steps:
+                if not use_tqdm:
+                    continue
+                stats, seconds = self.core.stats(), bar.format_dict["elapsed"] or 1e-9
+                rate = (stats["generation_tokens"] - before) / seconds
+                bar.update(sum(parent.finished for parent in parents) - bar.n)
+                bar.set_postfix_str(
+                    f"{rate:.0f} tok/s, {stats['running']} running, {stats['waiting']} waiting, "
+                    f"KV {stats['kv_usage']:.0%}", refresh=False)
         return parents
 
     def chat(self, messages, sampling_params=None, use_tqdm=True, **template_variables):
