@@ -24,8 +24,8 @@ CONTENTS (find section N in any editor with the pattern "# N  ")
     16  Command line
     17  Invariants
 
-READING ORDERS.  From the top: nothing is used before it is explained.  To see an engine turn: 14,
-10, 13. To follow memory: 2, 7, 8.  The theory on one page: grep -n Invariant: nanoserve.py
+READING ORDER.  A first evening: 2, 7, 8, 10, 13, 14, 11. Sections 3 and 5 can wait, and so can what
+the scheduler does for drafts and placeholders.  The theory: grep -n Invariant: nanoserve.py
 
 LETTERS.  T tokens in the step, S sequences, E model width, H query heads, KH key/value heads, G = H
 // KH, D head width, F MLP width, V vocabulary, L layers, NB blocks, BS block size, R rows that get
@@ -147,7 +147,9 @@ def explained(words, *kinds):
         raise ValueError(f"{words}: {reason}") from None
 
 def open_text(path, mode="r"):
-    """An open UTF-8 text file."""
+    """A UTF-8 text file as a context; "-" is stdin or stdout, which stay open."""
+    if path == "-":
+        return contextlib.nullcontext(sys.stdin if mode == "r" else sys.stdout)
     with explained("cannot open", OSError):
         return open(path, mode, encoding="utf-8")
 
@@ -197,7 +199,7 @@ def check_fields(config):
             continue
         fits, words = FIELD_TYPES[annotation.removesuffix(" | None")]
         bounds, choices = f.metadata["bounds"], f.metadata["choices"]
-        words += "".join(f" {sign} {bound}" for sign, _, bound in bounds)
+        words += " and".join(f" {sign} {bound}" for sign, _, bound in bounds)
         good = fits(value) and all(holds(value, bound) for _, holds, bound in bounds)
         require(good, f"{f.name} must be {words}, got {value!r}")
         require(value in (choices or [value]), f"{f.name} must be one of {choices}, got {value!r}")
@@ -219,7 +221,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = option(0, "largest chunk of a request; 0 = the budget", 0)
     enable_prefix_caching: bool = option(True, "share KV blocks between equal prefixes")
     enable_chunked_prefill: bool = option(True, "let a prompt spread over several steps")
-    reserve_full_sequence: bool = option(True, "admit only if the whole input fits free blocks")
+    reserve_full_sequence: bool = option(True, "admit only if free blocks could hold all its input")
     scheduling_policy: str = option("fcfs", "who is served, who is preempted (table POLICIES)")
     attention_backend: str = option("auto", "a row of the table ATTENTION (see the list command)")
     enforce_eager: bool = option(False, "on a GPU: do not record decode steps as CUDA graphs")
@@ -231,7 +233,8 @@ class EngineConfig:
     def __post_init__(self):
         check_fields(self)
         require(self.max_num_seqs <= self.max_num_batched_tokens,
-                f"max_num_seqs {self.max_num_seqs} exceeds max_num_batched_tokens, the budget")
+                f"max_num_seqs {self.max_num_seqs} must not exceed max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}: a running request takes a token a step")
         require(self.num_kv_blocks is None or self.kv_cache_memory is None,
                 "give num_kv_blocks or kv_cache_memory, not both")
 
@@ -270,6 +273,9 @@ class SamplingParams:
             value = getattr(self, name)
             value = [] if value is None else [value] if isinstance(value, str) else value
             setattr(self, name, value)
+        if isinstance(self.logit_bias, dict):  # keys of a JSON object are strings
+            self.logit_bias = {int(k) if re.fullmatch(r"\d+", str(k)) else k: v
+                               for k, v in self.logit_bias.items()}
         check_fields(self)
         require(self.detokenize or not self.stop, "stop strings need detokenize=True")
         require(self.allowed_token_ids != [], "allowed_token_ids must not be empty")
@@ -415,7 +421,7 @@ def add_options(parser, config_class, skip=()):
 #     position 9, block size 4, table [7, 3, 11]  ->  block 11, offset 1  ->  slot 11*4 + 1 = 45
 #
 # Invariant: writer (slot mapping) and reader (block table) use the same position -> slot rule.
-# Try: python nanoserve.py --model toy --num-kv-blocks 5 --prompt hello: read how it starts.
+# Try: python nanoserve.py --model toy --num-kv-blocks 5 --verbose --prompt hi.
 
 def cdiv(a, b):
     """Ceiling division.
@@ -499,6 +505,8 @@ def max_blocks_of(num_tokens, block_size, window=0, max_step_tokens=0):
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_OF = {chr(byte): byte for byte in VISIBLE}
 BYTE_OF |= {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(VISIBLE)))}
+
+NO_TEMPLATE = "this model has no chat template; use generate with plain prompts"
 
 class Tokenizer:
     """Text <-> token ids, and the chat template, around one `tokenizers.Tokenizer`.
@@ -618,7 +626,9 @@ class Tokenizer:
 
     def apply_chat_template(self, messages, add_generation_prompt=True, **variables):
         """Messages ({"role": ..., "content": ...}) as the text the model was tuned on."""
-        require(self.chat_template, "this model has no chat template; give it plain prompts")
+        require(self.chat_template, NO_TEMPLATE)
+        require(isinstance(messages, (list, tuple)) and all(isinstance(m, dict) for m in messages),
+                "messages must be a list of objects with a role and content")
         variables = {**self.special, "tools": None, "documents": None, **variables}
         template = self._template
         with explained("the chat template refused",
@@ -1404,7 +1414,7 @@ class Model:
         x = F.embedding(token_ids, self.embed_tokens).to(self.dtype)  # (T, E)
         residual, eps = torch.zeros(x.shape, device=self.device), self.config.rms_norm_eps
         for input_norm, attention, post_norm, mlp in self.layers:
-            x = attention(kernels.rms_norm(x, input_norm, eps, residual), ctx)
+            x = attention(kernels.rms_norm(x, input_norm, eps, residual), ctx)  # residual += x
             x = mlp(kernels.rms_norm(x, post_norm, eps, residual))
         return kernels.rms_norm(x, self.norm, eps, residual)
 
@@ -1563,8 +1573,9 @@ class BlockPool:
 #
 # Invariant: only full blocks of confirmed tokens are published; drafts and partial blocks never.
 # Invariant: a request's table only grows at its end, except that window-expired blocks become null.
-# Why: a block is published when it is *scheduled*, before its K and V exist: in each layer the step
-#   writes all K and V before any attention reads them, so a later request of the same step may hit.
+# Why: "confirmed" is about ids. A block is published when it is *scheduled*, before its K and V
+#   exist: in each layer the step writes all K and V before any attention reads them, so a later
+#   request of the same step may hit (three prompts that share 16 tokens: 21, 5 and 5 computed).
 # Simplification: one cache group. Production engines keep one table per kind of layer; here a model
 #   with mixed layers keeps all positions, and each layer's kernel applies its own window.
 # Try: python nanoserve.py, two turns of chat, then /stats: turn 2 reports cached tokens.
@@ -1872,10 +1883,6 @@ class SchedulerOutput:
     preempted_req_ids: list[str]
     finished_req_ids: list[str]  # since the last step: the runner forgets them
 
-    @property
-    def total_num_scheduled_tokens(self):
-        return sum(self.num_scheduled_tokens.values())
-
 @dataclass
 class ModelRunnerOutput:
     """What one step produced. Requests in the middle of their input have no entries."""
@@ -1982,25 +1989,16 @@ POLICIES = {
                        priority_enqueue, priority_victim),
 }
 
-@dataclass
-class SchedulerConfig:
-    """The scheduler's part of EngineConfig, with the lengths resolved."""
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 2048
-    long_prefill_token_threshold: int = 0
-    enable_chunked_prefill: bool = True
-    reserve_full_sequence: bool = True
-    policy: str = "fcfs"
-    num_spec_tokens: int = 0  # slots to hold ready for drafts
-    async_scheduling: bool = False
-
 class Scheduler:
-    """Decides every step's work. Knows ids, counts and blocks; no tensor, clock or text."""
-    def __init__(self, config, kv_manager):
-        require(config.policy in POLICIES,
-                f"scheduling_policy must be one of {[*POLICIES]}, got {config.policy!r}")
-        self.config, self.policy, self.kv = config, POLICIES[config.policy], kv_manager
+    """Decides every step's work. Knows ids, counts and blocks; no tensor, clock or text.
+
+    config: an EngineConfig with max_model_len. num_spec_tokens: slots to hold ready for drafts.
+    async_scheduling: plans are made before the results of the step in flight are known."""
+    def __init__(self, config, kv_manager, num_spec_tokens=0, async_scheduling=False):
+        name = config.scheduling_policy
+        require(name in POLICIES, f"scheduling_policy must be one of {[*POLICIES]}, got {name!r}")
+        self.config, self.policy, self.kv = config, POLICIES[name], kv_manager
+        self.num_spec_tokens, self.async_scheduling = num_spec_tokens, async_scheduling
         self.requests = {}  # request_id -> every unfinished request
         self.waiting = deque()
         self.running = []  # in order of admission
@@ -2051,7 +2049,7 @@ class Scheduler:
             request.num_computed_tokens += count
             known = request.num_tokens + request.num_output_placeholders
             request.is_prefill_chunk = request.num_computed_tokens < known
-            if self.config.async_scheduling and not request.is_prefill_chunk:
+            if self.async_scheduling and not request.is_prefill_chunk:
                 drafts = plan.scheduled_spec_decode_tokens.get(request_id, ())
                 request.num_output_placeholders += 1 + len(drafts)
         return plan
@@ -2092,7 +2090,7 @@ class Scheduler:
         """Find room, at the cost of victims if need be. Returns (blocks or None, budget, index)."""
         while True:
             blocks = self.kv.allocate_slots(
-                request, count, num_lookahead=self.config.num_spec_tokens,
+                request, count, num_lookahead=self.num_spec_tokens,
                 max_len=self.config.max_model_len)
             if blocks is not None:
                 return blocks, budget, i
@@ -2187,7 +2185,7 @@ class Scheduler:
         if drafts:
             num_rejected = len(drafts) - (len(sampled) - 1)
             request.num_computed_tokens -= num_rejected  # their slots will be overwritten
-            request.num_output_placeholders -= num_rejected if self.config.async_scheduling else 0
+            request.num_output_placeholders -= num_rejected if self.async_scheduling else 0
         first = request.num_output_tokens == 0
         kept = []
         for token_id in sampled:
@@ -2196,7 +2194,7 @@ class Scheduler:
             request.num_output_placeholders -= 1 if request.num_output_placeholders else 0
             if self._stops(request, token_id):
                 break
-        if self.config.async_scheduling and request.request_id in self.kv.tables:
+        if self.async_scheduling and request.request_id in self.kv.tables:
             confirmed = request.num_computed_tokens - request.num_output_placeholders
             self.kv.publish_full_blocks(request, confirmed)
         logprobs = output.logprobs.get(request.request_id)
@@ -2652,7 +2650,8 @@ class PhaseClock:
 class Tracer:
     """One record per step; replaying them rebuilds all tables."""
     def __init__(self, path, style):
-        self.file, self.style, self.num_steps = open_text(path, "w"), style, 0
+        self.file = open_text(path, "w").__enter__()  # stays open to the end of the program
+        self.style, self.num_steps = style, 0
         self.file.write("[\n" if style == "chrome" else "")  # that format allows a missing end
 
     def record(self, core, plan, tables, news, started):
@@ -2751,9 +2750,7 @@ class EngineCore:
                                   config.enforce_eager)
         self.seeds = random.Random(config.seed)  # for requests that bring none
         self.scheduler = Scheduler(
-            SchedulerConfig(config.max_num_seqs, budget, self.max_model_len,
-                            config.long_prefill_token_threshold, config.enable_chunked_prefill,
-                            config.reserve_full_sequence, config.scheduling_policy),
+            replace(config, max_model_len=self.max_model_len),
             KVCacheManager(num_blocks, BS, config.enable_prefix_caching, window, budget))
         self.tracer = Tracer(config.trace, config.trace_format) if config.trace else None
         self.clock.lap("start")
@@ -2807,7 +2804,9 @@ class EngineCore:
         plan = scheduler.schedule()
         for new in plan.scheduled_new_reqs:
             request = scheduler.requests[new.request_id]
-            request.first_scheduled_time = request.first_scheduled_time or time.monotonic()
+            if request.first_scheduled_time is None:  # not back from a preemption
+                request.first_scheduled_time = time.monotonic()
+                self.counts["prompt_tokens"] += request.num_prompt_tokens
         if self.tracer:
             planned = [scheduler.requests[i] for i in plan.num_scheduled_tokens]
             tables = {r.request_id: scheduler.kv.block_ids(r) for r in planned}
@@ -2820,12 +2819,11 @@ class EngineCore:
                 raise  # Ctrl-C: the requests are ended, the caller decides about the program
             log.exception("a step failed; its %d requests end with an error", len(news))
         self.counts["steps"] += 1
-        self.counts["scheduled_tokens"] += plan.total_num_scheduled_tokens
-        self.counts["prompt_tokens"] += sum(r.num_prompt_tokens for r in plan.scheduled_new_reqs)
+        self.counts["scheduled_tokens"] += sum(plan.num_scheduled_tokens.values())
         self.counts["generation_tokens"] += sum(len(entry.new_token_ids) for entry in news)
         if self.config.paranoid:
             check_invariants(self)
-        self.clock.lap("schedule")
+        self.clock.lap("update")
         if self.tracer:
             self.tracer.record(self, plan, tables, news, started)
             self.clock.lap("trace")
@@ -2896,7 +2894,7 @@ class FrontEnd:
         bad = next((t for t in token_ids if not is_int(t) or not 0 <= t < self.vocab_size), None)
         require(bad is None, f"{name} holds {bad!r}, which is no token id below {self.vocab_size}")
 
-    def make_requests(self, prompt, params):
+    def make_requests(self, prompt, params, request_id=None):
         """Check one prompt and its parameters. Returns (RequestOutput, [EngineCoreRequest]), a
         message per completion; nothing is registered yet."""
         require(isinstance(params, SamplingParams),
@@ -2912,7 +2910,7 @@ class FrontEnd:
         max_tokens = min(params.max_tokens or room, room)
         child = replace(params, n=1, max_tokens=max_tokens,
                         min_tokens=min(params.min_tokens, max_tokens))
-        now, request_id, messages = time.monotonic(), str(next(self.next_id)), []
+        now, request_id, messages = time.monotonic(), request_id or str(next(self.next_id)), []
         for index in range(params.n):
             if params.seed is not None:
                 seed = (params.seed + index + 2**63) % 2**64 - 2**63  # stays a signed 64-bit number
@@ -3025,10 +3023,10 @@ class LLM:
         pendings = self._add_all(prompts, params)
         parents = list({id(pending.parent): pending.parent for pending in pendings}.values())
         before = self.core.counts["generation_tokens"]
-        bar = tqdm(total=len(prompts), disable=not use_tqdm, desc="Processed prompts")
+        bar = tqdm(total=len(prompts), disable=None if use_tqdm else True, desc="Processed prompts")
         with bar, contextlib.closing(self._run(pendings)) as steps:
             for _ in steps:
-                if not use_tqdm:
+                if bar.disable:
                     continue
                 stats, seconds = self.core.stats(), bar.format_dict["elapsed"] or 1e-9
                 rate = (stats["generation_tokens"] - before) / seconds
@@ -3125,13 +3123,17 @@ class Chat:
     @property
     def params(self):
         defaults = self.llm.front.defaults or CHAT_DEFAULTS
-        return SamplingParams(**{"max_tokens": 1024, **defaults, **self.options})
+        params = SamplingParams(**{"max_tokens": 1024, **defaults, **self.options})
+        require(params.n == 1, "n must be 1 in a chat; the generate command takes more")
+        return params
 
     def run(self):
         """Read and answer until /quit or end of input."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (gives input() line editing and history)
         commands = {"/help": lambda text: say(CHAT_HELP), "/stats": self.show_stats,
                     "/system": self.set_system, "/set": self.set_option,
-                    "/reset": lambda text: self.messages.clear()}
+                    "/reset": lambda text: self.messages.clear() or say("(a new conversation)")}
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "").strip()
@@ -3144,7 +3146,7 @@ class Chat:
                 elif line:
                     self.reply(line)
             except EOFError:
-                return
+                return say("")
             except KeyboardInterrupt:
                 say("\n(/quit leaves)")
             except ValueError as error:
@@ -3155,17 +3157,18 @@ class Chat:
         say(f"system: {self.system or '(the template decides)'}")
 
     def set_option(self, text):
-        """NAME=VALUE in the types of SamplingParams; an invalid value changes nothing."""
-        name, _, value = (part.strip() for part in text.partition("="))
-        types = {f.name: str(f.type) for f in fields(SamplingParams)}
-        require(not text or name in types, f"unknown sampling parameter {name!r}; /set lists them")
-        if text:
-            with explained(f"cannot set {name} to {value!r}", ValueError):
-                if "str" not in types[name]:
-                    value = json.loads(value.lower().replace("none", "null"))
-                replace(self.params, **{name: value})  # refuses what is not valid
-            self.options[name] = value
-        say("  ".join(f"{k}={v!r}" for k, v in vars(self.params).items() if name in ("", k)))
+        """NAME=VALUE, the value as JSON or plain text; an invalid one changes nothing."""
+        name, given, value = (part.strip() for part in text.partition("="))
+        known = {f.name for f in fields(SamplingParams)}
+        require(not text or name in known, f"unknown sampling parameter {name!r}; /set lists them")
+        if given:
+            words = {"none": "null", "true": "true", "false": "false"}
+            with contextlib.suppress(ValueError):
+                value = json.loads(words.get(value.lower(), value))
+            options = {**self.options, name: value}
+            Chat(self.llm, options).params  # refuses what is not valid
+            self.options = options
+        say("\n".join(f"  {k}={v!r}" for k, v in vars(self.params).items() if name in ("", k)))
 
     def prompt_ids(self):
         """Ids of the conversation; the oldest turns go when it outgrows the context."""
@@ -3220,28 +3223,27 @@ class Chat:
 
 def run_chat(llm, args, sampling):
     """A conversation, or the answer to one --prompt."""
-    require(sampling.get("n", 1) == 1, "n must be 1 in a chat; the generate command takes more")
     chat = Chat(llm, sampling, args["system"])
     chat.params  # a bad flag is reported before the first question
-    if args["verbose"] or args["prompt"] is None:
-        say("\n".join(llm.core.report))
     if args["prompt"] is not None:
-        return chat.reply(args["prompt"])
-    require(llm.tokenizer.chat_template, "this model has no chat template; use generate")
+        chat.reply(args["prompt"])
+        return 130 if chat.interrupted else 0
     say("Type a message; /help lists commands.")
     chat.run()
 
 def run_generate(llm, args, sampling):
     """A batch: a line holds prompt, prompt_token_ids or messages, and any SamplingParams fields."""
     jobs, rows = {}, {}
-    with open_stream(args["input"], "r") as source:
-        lines = [line for line in source if line.strip()]
-    for index, line in enumerate(lines):
+    if args["input"] == "-" and sys.stdin.isatty():
+        say("Reading JSON lines from the terminal, up to end of input.")
+    with open_text(args["input"]) as source:
+        lines = [(index, line) for index, line in enumerate(source) if line.strip()]
+    for index, line in lines:
         try:
             jobs[index] = read_job(llm, line, sampling)
         except (ValueError, TypeError) as error:
             rows[index] = {"index": index, "error": str(error)}
-    with open_stream(args["output"], "w") as sink:
+    with open_text(args["output"], "w") as sink:
         outputs = llm.generate(*map(list, zip(*jobs.values()))) if jobs else []
         rows |= {index: {"index": index, **asdict(row)} for index, row in zip(jobs, outputs)}
         for index in sorted(rows):
@@ -3252,7 +3254,8 @@ def run_generate(llm, args, sampling):
 
 def read_job(llm, line, sampling):
     """(prompt, SamplingParams) of one line of the batch. ValueError if they cannot be run."""
-    job = json.loads(line)
+    with explained("a line is not JSON", ValueError):
+        job = json.loads(line)
     job = {"prompt": job} if isinstance(job, str) else job
     require(isinstance(job, dict), "a line must be a JSON object or a string")
     keys = [key for key in ("prompt", "prompt_token_ids", "messages") if key in job]
@@ -3260,8 +3263,10 @@ def read_job(llm, line, sampling):
     prompt = job.pop(keys[0])
     if keys[0] == "messages":
         prompt = llm.tokenizer.encode_chat(prompt)
+    unknown = set(job) - {f.name for f in fields(SamplingParams)}
+    require(not unknown, f"unknown fields {sorted(unknown)}")
     params = llm.default_sampling_params(**{**sampling, **job})
-    llm.front.make_requests(prompt, params)  # only to see whether it is valid
+    llm.front.make_requests(prompt, params, "unused")  # only to see whether it is valid
     return prompt, params
 
 def run_list():
@@ -3274,19 +3279,6 @@ def run_list():
         "auto", device=device, dtype=dtype, kv_dtype=dtype, head_dim=64, block_size=16, group=3)
     print("ATTENTION", *(f"  {line}" for line in lines), sep="\n")
 
-def open_stream(path, mode):
-    """A context that holds a file, or stdin / stdout for "-"."""
-    standard = sys.stdin if mode == "r" else sys.stdout
-    return contextlib.nullcontext(standard) if path == "-" else open_text(path, mode)
-
-def split_options(args):
-    """Parsed flags -> (EngineConfig fields, SamplingParams fields). --seed is the engine's: it
-    picks the seeds of requests that bring none."""
-    engine, sampling = ({f.name: args[f.name] for f in fields(kind) if f.name in args}
-                        for kind in (EngineConfig, SamplingParams))
-    sampling.pop("seed", None)
-    return engine, sampling
-
 def make_parser(command):
     parser = argparse.ArgumentParser(prog=f"nanoserve.py {command}", description=(
         f"{COMMANDS[command][1]} Commands: chat (default), generate, list."))
@@ -3298,7 +3290,7 @@ def make_parser(command):
     else:
         parser.add_argument("--prompt", help="answer this once, print only the answer, and leave")
         parser.add_argument("--system", help="system message")
-        parser.add_argument("--verbose", action="store_true", help="say what was chosen at start")
+    parser.add_argument("--verbose", action="store_true", help="say what was chosen at start")
     parser.add_argument("--stats", action="store_true", help="at the end, say where the time went")
     add_options(parser.add_argument_group("engine"), EngineConfig)
     add_options(parser.add_argument_group("sampling"), SamplingParams, skip=("seed",))
@@ -3321,14 +3313,21 @@ COMMANDS = {
 def main(argv=None):
     """Exit code: 0, 1 if prompts of a batch failed, or 2 with one sentence on stderr."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    command = argv.pop(0) if argv and argv[0] in COMMANDS else "chat"
-    args = vars(make_parser(command).parse_args(argv))
+    command = argv.pop(0) if argv and not argv[0].startswith("-") else "chat"
     try:
+        require(command in COMMANDS, f"unknown command {command!r}; there are {[*COMMANDS]}")
+        args = vars(make_parser(command).parse_args(argv))
         if command == "list":
             run_list()
             return 0
-        config, sampling = split_options(args)
+        config, sampling = ({f.name: args[f.name] for f in fields(kind) if f.name in args}
+                            for kind in (EngineConfig, SamplingParams))
+        sampling.pop("seed", None)  # it picks the seeds of requests that bring none
         llm = LLM(**config)
+        chats = command == "chat" and args["prompt"] is None
+        require(not chats or llm.tokenizer.chat_template, NO_TEMPLATE)
+        if args["verbose"] or chats:
+            say("\n".join(llm.core.report))
         code = COMMANDS[command][0](llm, args, sampling)
         if args["stats"]:
             say_phases(llm)
@@ -3340,6 +3339,7 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
+        say("interrupted")
         return 130
 
 

@@ -52,6 +52,7 @@ from safetensors.torch import save_file
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # also when another script loads this file
 
+import bench  # noqa: E402
 import kernels  # noqa: E402
 import nanoserve as ns  # noqa: E402
 
@@ -85,8 +86,11 @@ class scheduler_harness:
         if commit != "schedule":
             raise NotImplementedError("blocks are published when they are scheduled")
         kv = ns.KVCacheManager(num_blocks, block_size, apc, max_step_tokens=budget)
-        self.scheduler = ns.Scheduler(ns.SchedulerConfig(
-            max_seqs, budget, max_len, chunk, chunked, reserve, policy, spec_k, asynch), kv)
+        config = ns.EngineConfig(
+            max_num_seqs=min(max_seqs, budget), max_num_batched_tokens=budget, max_model_len=max_len,
+            long_prefill_token_threshold=chunk, enable_chunked_prefill=chunked,
+            reserve_full_sequence=reserve, scheduling_policy=policy)
+        self.scheduler = ns.Scheduler(config, kv, num_spec_tokens=spec_k, async_scheduling=asynch)
         self.known = {}  # finished requests stay readable
         self.refused = {}
 
@@ -311,10 +315,11 @@ def test_every_scalar_field_is_a_flag_and_an_unused_flag_leaves_no_trace():
     line = ("--temperature 0 --max-tokens 64 --seed 1 --stop a --stop b --stop-token-ids 7 "
             "--no-enable-prefix-caching --ignore-eos --max-num-seqs 3")
     args = vars(parser.parse_args(line.split()))
-    config, sampling = ns.split_options(args)
+    config, sampling = ({f.name: args[f.name] for f in ns.fields(kind) if f.name in args}
+                        for kind in (ns.EngineConfig, ns.SamplingParams))
     assert config == dict(seed=1, enable_prefix_caching=False, max_num_seqs=3)
     assert sampling == dict(temperature=0.0, max_tokens=64, stop=["a", "b"], stop_token_ids=[7],
-                            ignore_eos=True)
+                            ignore_eos=True, seed=1)
 
 
 def test_sizes_are_read_and_nonsense_is_not():
@@ -2636,7 +2641,7 @@ class CheckedMemory:
     def step(self, fail=False):
         h, kv = self.h, self.h.scheduler.kv
         plan = h.scheduler.schedule()
-        assert plan.total_num_scheduled_tokens <= h.scheduler.config.max_num_batched_tokens
+        assert sum(plan.num_scheduled_tokens.values()) <= h.scheduler.config.max_num_batched_tokens
         assert all(count > 0 for count in plan.num_scheduled_tokens.values())
         assert not (plan.preempted_req_ids and plan.scheduled_new_reqs)
         if fail:
@@ -4428,7 +4433,7 @@ def test_generate_answers_good_lines_and_reports_bad_ones(tmp_path, capsys):
     code, out, err = run_main(capsys, *args)
     rows = [json.loads(line)
             for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert out == "" and [row["index"] for row in rows] == [*range(11)]
+    assert out == "" and [row["index"] for row in rows] == [*range(10), 11]
     assert [i for i, row in enumerate(rows) if row.get("error")] == [1, 3, 6, 7, 8, 9]
     assert code == 1
     for i, word in ((3, "temperature"), (6, "exactly one"), (7, "max_token"), (9, "9999")):
@@ -4448,7 +4453,7 @@ def test_generate_from_and_to_pipes():
     assert done.returncode == 0
     assert len(rows) == 2
     assert all(row["outputs"][0]["finish_reason"] for row in rows)
-    assert "tok/s" in done.stderr  # progress goes to stderr
+    assert done.stderr == "2 of 2 prompts completed\n"  # the bar is for terminals
 
 
 def test_list_shows_every_table(capsys):
@@ -5533,11 +5538,11 @@ MUTANTS = [     # name, kernel, text, its replacement
      "shift = m_new\n    p ="),
     ("slot off by one", "rope_store_kv", "at = slot * KH + h - H", "at = (slot + 1) * KH + h - H"),
     ("slot -1 is written", "rope_store_kv", "if (h >= H) & (slot >= 0):", "if h >= H:"),
-    ("offset in the block", "paged_attention", "to(tl.int64) * BS + n % BS\n        else",
-     "to(tl.int64) * BS + n % BN\n        else"),
+    ("offset in the block", "paged_attention", "(block_id.to(tl.int64) * BS + n % BS)",
+     "(block_id.to(tl.int64) * BS + n % BN)"),
     ("int8 scale of V forgotten", "paged_attention",
      "p = p * tl.load(v_step_ptr + at, mask=n_ok, other=0.0)[None, :]", "p = p * 1.0"),
-    ("fp8 scale of K forgotten", "paged_attention", "(kv.k_scale if fp8 else 1.0)", "1.0"),
+    ("fp8 scale of K forgotten", "paged_attention", "scale * factor * k_scale", "scale * factor"),
     ("fp8 does not saturate", "rope_store_kv", "return tl.clamp(x / factor, -TOP, TOP), amax",
      "return tl.clamp(x / factor, -TOP / 2, TOP / 2), amax"),
     ("window off by one", "paged_attention", "seen = seen & (pos - cols < WINDOW)",
@@ -5553,7 +5558,8 @@ MUTANTS = [     # name, kernel, text, its replacement
     ("a length that no launch serves", "paged_attention", "other = q_len > LIMIT if SHORT",
      "other = q_len >= LIMIT if SHORT"),
     ("wrong half of the rotation", "rope_store_kv", "a = (a0 * cos - b0 * sin)", "a = (a0 * cos + b0 * sin)"),
-    ("pairs taken as halves", "rope_store_kv", "at_a, at_b = 2 * c, 2 * c + 1", "at_a, at_b = c, c + ROT // 2"),
+    ("pairs taken as halves", "rope_store_kv", "at_a = 2 * c if INTERLEAVED else c\n    at_b = 2 * c + 1 if INTERLEAVED",
+     "at_a = c\n    at_b = c + ROT // 2 if INTERLEAVED"),
     ("eps forgotten", "rms_norm", "tl.sum(x * x, 0) / E + eps", "tl.sum(x * x, 0) / E"),
     ("norm over the padded width", "rms_norm", "tl.sum(x * x, 0) / E + eps", "tl.sum(x * x, 0) / EP + eps"),
     ("ties to the highest index", "argmax", "tl.min(tl.where(best == top, where, V), 0)",
@@ -5737,6 +5743,212 @@ def test_bench_kernels_runs_dry_and_without_a_gpu():
         assert word in table
     if not torch.cuda.is_available():
         assert "No GPU here" in child(BENCH, "kernels")
+
+
+# ==================================================================================================
+# bench.py
+# ==================================================================================================
+# A figure is worth what it measures: the work is the work asked for, the clocks start at the call,
+# ratios point the right way, and a wrong option is one sentence.
+
+import bench  # noqa: E402
+
+
+def run_bench(*argv, interpret=False):
+    """The finished process of `python bench.py argv`, with Triton's interpreter only on request."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if interpret:
+        env["TRITON_INTERPRET"] = "1"
+    return subprocess.run([sys.executable, str(HERE / "bench.py"), *argv], env=env,
+                          capture_output=True, text=True, timeout=300)
+
+
+def test_bench_contents_name_every_section_and_the_file_stays_small():
+    source = (HERE / "bench.py").read_text()
+    listed = re.findall(r"^ {5}(\d)  (.+)$", bench.__doc__[bench.__doc__.index("CONTENTS") :], re.M)
+    bar = "# " + "=" * 98 + "\n"
+    banners = re.findall(rf"^{bar}# (\d)  (.+)\n{bar}", source, re.M)
+    assert listed == banners and len(listed) == 8 and source.count(bar) == 16
+    lines = source.splitlines()
+    assert len(lines) < 1000 and max(map(len, lines)) <= 100
+
+
+def test_bench_workload_follows_from_the_seed_and_stays_in_range():
+    prompts, output_lens = bench.make_workload(64, 0, 49152)
+    assert bench.make_workload(64, 0, 49152) == (prompts, output_lens)
+    assert bench.make_workload(64, 1, 49152) != (prompts, output_lens)
+    lengths = [len(prompt) for prompt in prompts]
+    assert len(prompts) == len(output_lens) == 64
+    assert all(32 <= n <= 256 for n in lengths + output_lens)
+    assert len(set(lengths)) > 20 and len(set(output_lens)) > 20
+    assert all(100 <= token_id < 49052 for prompt in prompts for token_id in prompt)
+    tiny = bench.make_workload(4, 0, 8)[0][0]  # a vocabulary smaller than the margins
+    assert all(0 <= token_id < 8 for token_id in tiny)
+
+
+def test_bench_workload_is_the_one_the_reference_figures_used():
+    shared = HERE.parent / "shared" / "peers" / "workload.py"
+    if not shared.is_file():
+        pytest.skip("../shared/peers is not here")
+    spec = importlib.util.spec_from_file_location("peer_workload", shared)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert bench.make_workload(64, 0, 49152) == module.workload(64, 0)
+
+
+def test_bench_measures_start_at_the_call():
+    # First token after 0.5 s, then gaps of 10 ms and one of 40 ms; 100 tokens of the batch in 4 s.
+    times = [0.5 + 0.01 * i for i in range(10)] + [0.63]
+    measures = bench.measures_of(dict(token_times=times, batch_tokens=100, batch_s=4.0, load_s=1.0,
+                                      peak_bytes=2**30))
+    assert measures["ttft_ms"] == pytest.approx(500) and measures["tok_s"] == 25
+    assert measures["itl_p50_ms"] == pytest.approx(10)
+    assert measures["itl_p99_ms"] == pytest.approx(40)
+    assert measures["stream_tok_s"] == pytest.approx(11 / 0.63) and measures["peak_mib"] == 1024
+
+
+def test_bench_ratios_say_how_many_times_better():
+    assert bench.ratio_of([600, 500, 700], [150, 1, 1000], True) == 4  # medians, not means
+    assert bench.ratio_of([20], [10], False) == 0.5
+    shares = bench.phase_shares(dict(forward=6.0, idle=2.0, schedule=1.0, pack=0.5, sample=0.5))
+    assert shares["forward"] == 0.6 and shares["bookkeeping"] == pytest.approx(0.2)
+
+
+def test_bench_entrants_take_turns(monkeypatch):
+    seen, result = [], dict(token_times=[1, 2], batch_tokens=1, batch_s=1, load_s=1, peak_bytes=1)
+    start = lambda name, python, job, folder: seen.append((name, python, job)) or result
+    monkeypatch.setattr(bench, "start_entrant", start)
+    results = bench.measure_in_turns({"a": "python-a", "b": "python-b"}, {"a": 1, "b": 2}, 2, "")
+    assert seen == [("a", "python-a", 1), ("b", "python-b", 2)] * 2
+    assert {name: len(runs) for name, runs in results.items()} == {"a": 2, "b": 2}
+
+
+def test_bench_counts_the_tokens_that_came(tmp_path, monkeypatch):
+    class Lazy:  # delivers one token too few, in the batch or in the stream
+        def __init__(self, job):
+            self.short = job["options"]
+
+        def batch(self, prompts, output_lens):
+            return [[1] * (n - self.short["batch"]) for n in output_lens]
+
+        def stream(self, prompt, count, on_token):
+            for _ in range(count - self.short["stream"]):
+                on_token(1)
+
+        def facts(self):
+            return {}
+
+    monkeypatch.setitem(bench.ENTRANTS, "nanoserve", Lazy)
+    job = dict(prompts=[[1, 2]], output_lens=[3], stream_len=4)
+    for name, short in ("batch", (1, 0)), ("stream", (0, 1)), (None, (0, 0)):
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps({**job, "options": dict(zip(("batch", "stream"), short))}))
+        if name is None:
+            bench.run_entrant(dict(name="nanoserve", job=path))
+        else:
+            with pytest.raises(ValueError, match="tokens"):
+                bench.run_entrant(dict(name="nanoserve", job=path))
+
+
+def test_bench_peak_memory_is_this_process_alone():
+    def peak(extra):
+        code = (f"import sys; sys.path.insert(0, {str(HERE)!r}); import bench; "
+                f"extra = bytearray(b'x') * {extra}; print(bench.peak_resident_bytes())")
+        return int(subprocess.check_output([sys.executable, "-c", code]))
+
+    small = peak(1)
+    ballast = bytearray(b"x") * (1 << 30)  # a child must not inherit these
+    large = peak(400 << 20)
+    assert 300 << 20 < large - small < 500 << 20 and len(ballast) == 1 << 30
+
+
+def test_bench_throughput_prints_one_json_object_and_its_phases_sum_to_wall_time(tmp_path):
+    file = tmp_path / "results.jsonl"
+    done = run_bench("throughput", "--quick", "--model", "toy", "--dtype", "fp32", "--repeat", "2",
+                     "--num-prompts", "8", "--max-num-seqs", "4", "--num-kv-blocks", "99",
+                     "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [result]
+    assert "KV cache: 99 blocks" in done.stdout and result["kv_blocks"] == 99
+    assert result["workload"]["num_prompts"] == 8 and result["commit"]
+    assert result["machine"]["cores"] >= 1 and result["versions"]["nanoserve"]["torch"]
+    assert "--max-num-seqs 4" in result["command"]
+    ours = result["values"]["nanoserve"].values()
+    assert all(len(values) == 2 and min(values) > 0 for values in ours)
+    assert result["stats"]["prefix_hits"] == 0  # the stream's prompt was in the batch, its TTFT not
+    phases = result["phase_seconds"]["batch"]
+    assert {"schedule", "pack", "forward", "sample"} <= set(phases)
+    assert sum(phases.values()) == pytest.approx(result["batch_seconds"], rel=0.05)
+    shares = result["phase_shares"]["batch"]
+    assert sum(shares.values()) - shares["bookkeeping"] == pytest.approx(1)
+
+
+def test_bench_throughput_runs_in_bfloat16_unless_told(tmp_path):
+    # The engine's own "auto" keeps activations in float32 on a CPU; every entrant must do the same.
+    done = run_bench("throughput", "--quick", "--model", "toy", "--num-prompts", "2")
+    assert done.returncode == 0, done.stderr
+    assert "bfloat16 weights, bfloat16 activations" in done.stdout
+
+
+def test_bench_peer_gets_the_same_model_and_work():
+    pytest.importorskip("transformers", reason="the peer is not installed")
+    done = run_bench("throughput", "--quick", "--model", "toy", "--dtype", "fp32",
+                     "--num-prompts", "6", "--peer", f"transformers={sys.executable}")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    count = result["workload"]["stream_tokens"]  # in fp32 all of them are the same
+    assert result["same_tokens"] == {"transformers": count}
+    ours, theirs = (result["values"][name]["tok_s"][0] for name in ("nanoserve", "transformers"))
+    assert result["ratios"]["transformers"]["tok_s"] == pytest.approx(ours / theirs)
+    assert "transformers" in result["versions"]["transformers"]
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("throughput --peer transformers", "--peer wants NAME=PYTHON"),
+    ("throughput --peer unknown=python3", "--peer wants NAME=PYTHON"),
+    ("throughput --peer transformers=/no/such/python", "cannot be started"),
+    ("throughput --block-size 0", "block_size"),
+    ("throughput --num-prompts 0", "--num-prompts"),
+    ("throughput --repeat -1", "--repeat"),
+    ("throughput --num-kv-blocks 2", "nanoserve failed"),
+    ("kernels --static --targets sm_80,sm_1", "'sm_1' is not one of sm_80, sm_90"),
+    ("kernels --dry", "TRITON_INTERPRET=1"),
+])
+def test_bench_bad_options_are_one_sentence(argv, message):
+    if argv.startswith("kernels"):
+        pytest.importorskip("triton")
+    command, *options = argv.split()
+    work = ["--quick", "--model", "toy", "--dtype", "fp32"] if command == "throughput" else []
+    done = run_bench(command, *work, *options)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bench_kernels_cannot_compile_while_interpreting():
+    pytest.importorskip("triton")
+    done = run_bench("kernels", "--static", interpret=True)
+    assert done.returncode == 2 and "TRITON_INTERPRET unset" in done.stderr
+
+
+def test_bench_kernels_counts_the_bytes_and_operations_of_attention():
+    # 2 sequences of 64 tokens, 9 query and 3 KV heads of 64: worked by hand.
+    decode = bench.paged_case("", "meta", 64, 1, 2, 64)
+    assert decode.bytes == 2 * 2 * 64 * 3 * 64 * 2  # K and V, bf16
+    assert decode.flops == 2 * 9 * 64 * (2 * 64 + 2 * 64)  # q.K and p.V for 64 keys
+    assert bench.paged_case("", "meta", 64, 1, 2, 64, "int8").bytes == decode.bytes / 2
+    forward, backward = bench.flash_cases("meta", 1, 3, 64)
+    assert forward.flops == 9 * 64 * 4 * (1 + 2 + 3) and backward.flops == 2.5 * forward.flops
+
+
+def test_bench_main_loop_is_the_innermost_with_a_matrix_instruction():
+    line = "        /*0{:03x}*/                   {} ;".format
+    code = ["FADD R0, R1, R2", ".L_outer", "LDG.E R1, [R2]",
+            ".L_inner", "HMMA.16816 R0, R1, R2, R3", "LDG.E R4, [R5]", "BRA `(.L_inner)",
+            "FADD R0, R1, R2", "BRA `(.L_outer)", ".L_copy", "LDG.E R1, [R2]", "BRA `(.L_copy)"]
+    sass = "\n".join(f"{text}:" if text[0] == "." else line(i, text) for i, text in enumerate(code))
+    loop = bench.main_loop(sass)
+    assert loop["all"] == 3 and loop["mma"] == 1 and loop["load"] == 1 and loop["alu"] == 0
 
 
 if __name__ == "__main__" and WORKER:
