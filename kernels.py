@@ -35,6 +35,7 @@ import math
 import os
 import pathlib
 import platform
+import re
 import shlex
 import struct
 import subprocess
@@ -43,6 +44,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -52,10 +54,7 @@ try:
     jit = triton.jit
 except ImportError:             # Triton is published for Linux; elsewhere its members are absent
     triton = tl = None
-
-    def jit(fn=None, **options):
-        """Stand-in for triton.jit: the kernels below stay plain, uncalled functions."""
-        return fn if fn else lambda fn: fn
+    jit = lambda fn=None, **options: fn or (lambda fn: fn)    # the kernels stay plain, uncalled
 
 FORCE: str | None = None     # "torch", "triton" or "c": every wrapper runs that member
 
@@ -85,7 +84,6 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
 
-
 @dataclass
 class LayerKV:
     """The KV cache of one layer. Keys are stored rotated, values as they are."""
@@ -94,9 +92,13 @@ class LayerKV:
     k_scale: float = 1.0                 # fp8: one scale per tensor, from the checkpoint
     v_scale: float = 1.0
 
-
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}    # OCP 8-bit floats
 
+def require(condition, *parts):
+    """Raise ValueError with the parts in a row when the condition fails."""
+    if not condition:
+        show = lambda p: f"{tuple(p.shape)} {p.dtype}" if isinstance(p, torch.Tensor) else str(p)
+        raise ValueError(" ".join(map(show, parts)))
 
 def slot_of(pos: int, blocks: list[int], block_size: int) -> int:
     """Cache slot of position `pos` of a sequence that owns `blocks`, in logical order.
@@ -106,11 +108,9 @@ def slot_of(pos: int, blocks: list[int], block_size: int) -> int:
     """
     return blocks[pos // block_size] * block_size + pos % block_size
 
-
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """fp8 tensors as uint8: torch cannot index them, but it can move their bytes."""
     return x.view(torch.uint8) if x.dtype in FP8_MAX else x
-
 
 # Quantized tensors of a GGUF file (ggml-org/ggml, docs/gguf.md) are rows of blocks, 32 weights in
 # each: w = scale * q, or scale * q + minimum.
@@ -118,21 +118,17 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 #     Q5_0  d:f16 · 32 fifth bits · 16 bytes of nibbles; q = 5 bits - 16
 #     Q4_1, Q5_1  d:f16 m:f16 in front, q unsigned             Q8_0  d:f16 · 32 x int8
 
-
 def half(blocks, start):
     """The float16 at byte `start` of each block, widened: (N, bytes) -> (N, 1)."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
-
 
 def nibbles(packed):
     """(N, 16) bytes -> (N, 32) values 0..15: all low halves, then all high halves."""
     return torch.cat([packed & 15, packed >> 4], dim=1)
 
-
 def fifth_bits(packed):
     """(N, 4) bytes -> (N, 32) values 0 or 16: bit i belongs to weight i."""
     return (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1) << 4
-
 
 # id in the file: (name, weights per block, bytes per block, (N, bytes) uint8 -> (N, weights))
 GGUF_TYPES = {
@@ -171,26 +167,21 @@ def rms_norm_ref(x, weight, eps, residual=None):
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return (y * weight.float()).to(x.dtype)
 
-
 def silu_mul_ref(gate_up):
     """SwiGLU activation (Shazeer 2020): silu of the first half times the second half."""
     gate, up = gate_up.float().chunk(2, dim=-1)    # (T, F) each
     return (F.silu(gate) * up).to(gate_up.dtype)
 
-
 def rope_ref(x, cos_sin, positions, interleaved=False):
-    """Rotate (T, heads, D) in place (Su et al. 2021).
-
-    The first rotary_dim = cos_sin.shape[1] dims of a head are turned, the rest pass. Dim i is
-    paired with i + rotary_dim/2 (NeoX) or, interleaved, 2i with 2i + 1 (GPT-J).
-    """
+    """Rotate (T, heads, D) in place (Su et al. 2021). The first rotary_dim = cos_sin.shape[1] dims
+    of a head are turned, the rest pass. Dim i is paired with i + rotary_dim/2 (NeoX) or,
+    interleaved, 2i with 2i + 1 (GPT-J)."""
     rot = x[..., :cos_sin.shape[1]]
     cos, sin = cos_sin[positions].float().unsqueeze(1).chunk(2, dim=-1)    # (T, 1, rotary_dim/2)
     even, odd = (rot[..., 0::2], rot[..., 1::2]) if interleaved else rot.chunk(2, dim=-1)
     a, b = even.float().clone(), odd.float().clone()     # in fp32 .float() is the tensor itself
     even.copy_(a * cos - b * sin)
     odd.copy_(b * cos + a * sin)
-
 
 def quantize_kv(x, kv, scale):
     """(T, KH, D) in the number format of the cache, and for int8 its scales (T, KH), else None."""
@@ -202,7 +193,6 @@ def quantize_kv(x, kv, scale):
         return torch.round(x.float() / step[..., None]).to(torch.int8), step
     return x.to(kv.data.dtype), None
 
-
 def store_kv_ref(k, v, kv, slot_mapping):
     """Write k and v (T, KH, D) to their slots in the format of the cache; slot -1 is skipped."""
     keep = slot_mapping >= 0
@@ -213,7 +203,6 @@ def store_kv_ref(k, v, kv, slot_mapping):
         if step is not None:
             kv.scales[half].flatten(0, 1)[slots] = step
 
-
 def rope_store_kv_ref(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
     """Split fused qkv, rotate q and k in place, store k and v. Returns the q view (T, H, D)."""
     heads = qkv.view(-1, H + 2 * KH, D)
@@ -221,7 +210,6 @@ def rope_store_kv_ref(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, inter
     rope_ref(heads[:, :H + KH], cos_sin, positions, interleaved)
     store_kv_ref(k, v, kv, slot_mapping)
     return q
-
 
 def gather_kv(kv, blocks, n):
     """K and V of the first n positions stored in `blocks`, as fp32 (2, n, KH, D)."""
@@ -233,18 +221,14 @@ def gather_kv(kv, blocks, n):
         x = x * kv.scales[:, ids].flatten(1, 2)[:, :n, :, None]
     return x
 
-
 def visible(q_len, n, window, device=None):
     """bool (q_len, n): may query token i, at position n - q_len + i, see position j?"""
     behind = torch.arange(n - q_len, n, device=device)[:, None] - torch.arange(n, device=device)
     return (behind >= 0) & (behind < (window or n + 1))
 
-
 def dense_attention(q, k, v, scale, window=0, softcap=0.0):
     """Attention of one sequence: q (q_len, H, D), k and v (n, KH, D) -> fp32 o and lse (q_len, H).
-
-    The last token of q is the last of k. A row that sees nothing gives 0 and lse -inf.
-    """
+    The last token of q is the last of k. A row that sees nothing gives 0 and lse -inf."""
     grouped = q.float().unflatten(1, (k.shape[1], -1))                    # (q_len, KH, G, D)
     scores = torch.einsum("qkgd,nkd->qkgn", grouped, k.float()) * scale
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
@@ -254,7 +238,6 @@ def dense_attention(q, k, v, scale, window=0, softcap=0.0):
     out = torch.einsum("qkgn,nkd->qkgd", weights, v.float())
     return out.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
 
-
 def flash_attention_ref(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0):
     """Attention of packed sequences, q (T, H, D), k and v (N, KH, D): (o, lse), differentiable."""
     cut = lambda x, starts: x.tensor_split(starts.tolist()[1:-1])         # one piece per sequence
@@ -262,7 +245,6 @@ def flash_attention_ref(q, k, v, start_q, start_k, max_q, scale, window=0, softc
              for qkv in zip(cut(q, start_q), cut(k, start_k), cut(v, start_k))]
     outs, lses = zip(*pairs)
     return torch.cat(outs).to(q.dtype), torch.cat(lses)
-
 
 def flash_backward_ref(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale, window=0,
                        softcap=0.0):
@@ -272,28 +254,23 @@ def flash_backward_ref(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, sc
         o, _ = flash_attention_ref(*leaves, start_q, start_k, max_q, scale, window, softcap)
         return [g.to(q.dtype) for g in torch.autograd.grad(o, leaves, do.float())]
 
+def each_sequence(kv, meta):
+    """(rows of the batch, k, v) of every sequence with queries and keys; k, v fp32 (n, KH, D)."""
+    starts = meta.query_start_loc.tolist()
+    for s, n in enumerate(meta.seq_lens.tolist()):
+        if n and starts[s] < starts[s + 1]:
+            yield slice(starts[s], starts[s + 1]), *gather_kv(kv, meta.block_table[s], n)
 
 def attention_ref(q, kv, meta, scale, window=0, softcap=0.0, lse=None):
     """Softmax attention through the block table, one sequence at a time. q (T, H, D) -> (T, H, D).
-
-    lse (T, H) fp32, when given, receives log(sum(exp(scores))), -inf where a row sees nothing.
-    """
+    lse (T, H) fp32, when given, receives log(sum(exp(scores))), -inf where a row sees nothing."""
     out = q.new_zeros(q.shape)
-    if lse is not None:
-        lse.fill_(-math.inf)
-    starts = meta.query_start_loc.tolist()
-    for s, n in enumerate(meta.seq_lens.tolist()):
-        rows = slice(starts[s], starts[s + 1])
-        q_len = starts[s + 1] - starts[s]
-        if n == 0 or q_len == 0:
-            continue
-        k, v = gather_kv(kv, meta.block_table[s], n)                      # (n, KH, D)
-        o, o_lse = dense_attention(q[rows], k, v, scale, window, softcap)
+    lse = torch.empty(q.shape[:2], device=q.device) if lse is None else lse
+    lse.fill_(-math.inf)
+    for rows, k, v in each_sequence(kv, meta):
+        o, lse[rows] = dense_attention(q[rows], k, v, scale, window, softcap)
         out[rows] = o.to(q.dtype)
-        if lse is not None:
-            lse[rows] = o_lse
     return out
-
 
 def argmax_ref(logits):
     """Index of the largest logit of each row, int64 (S,); the lowest index wins ties."""
@@ -304,11 +281,10 @@ def argmax_ref(logits):
 # 3  Launching Triton kernels
 # ==================================================================================================
 # A Triton program is one block of threads that owns one tile of the output and streams tiles of the
-# inputs through shared memory. What is tuned per GPU is the tile, and only the tile:
+# inputs through shared memory. Too large a tile runs out of registers and spills to memory; too
+# small a one waits for it. What is tuned per GPU is the tile, and only the tile:
 #
 #     TILES[operation, size][architecture] = rows, columns, warps, pipeline stages
-#
-# Too large a tile runs out of registers and spills to memory; too small a one waits for it.
 #
 # Invariant: no row of TILES spills, passes the shared memory limit, or misses the matrix unit
 #   (`python bench.py kernels --static` prints the evidence; no GPU is needed to compile).
@@ -350,22 +326,24 @@ TILES = {
     ("fp8_matmul", 64): ((64, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 1)),
 }
 
-
-def tile_for(kind, size, dtype=None):
-    """(rows, columns, launch options) of a kernel's tile.
-
-    size: D of an attention kernel with q of `dtype`, or the rows of x of a matrix product.
-    """
+def tile_for(kind, size, dtype, rows_at_least=1):
+    """The tile and its launch options, as keyword arguments of a kernel that works on `dtype`.
+    size: D of an attention kernel, or the rows of x of a matrix product."""
+    product = kind.endswith("_matmul")
     if INTERPRET:
-        rows = 16 if kind == "paged_short" or dtype is None else 32
-        columns, *rest = 32 if dtype else 64, 4
-    elif dtype == torch.float32:        # exact, for checking: no matrix unit, registers hold tiles
-        rows, columns, *rest = (16, 16, 4, 1, 255)
+        rows, columns, *rest = 16 if product or kind == "paged_short" else 32, 32 + 32 * product, 4
+    elif dtype == torch.float32 and not product:    # exact, for checking: registers hold the tiles
+        rows, columns, *rest = 16, 16, 4, 1, 255
     else:
-        key = max(128, pow2(size) * dtype.itemsize) if dtype else 16 if size <= 16 else 64
+        key = (16 if size <= 16 else 64) if product else max(128, pow2(size) * dtype.itemsize)
         rows, columns, *rest = TILES[kind, key][ARCHS.index(arch())]
-    return rows, columns, hardware(*rest)
+    options = hardware(*rest)
+    return dict(BM=max(rows, pow2(rows_at_least)), BN=columns, STAGES=options["num_stages"],
+                PRECISION=precision(dtype), **options)
 
+def head_shape(H, D, window, softcap):
+    """What every attention kernel is compiled for. DP: the matrix unit wants 16 columns or more."""
+    return dict(H=H, D=D, DP=max(16, pow2(D)), WINDOW=window, SOFTCAP=softcap > 0)
 
 def arch():
     """Row of the tile tables for the current device (or the one that a stub driver pretends)."""
@@ -376,30 +354,22 @@ def arch():
         return "gfx942"
     return "sm_90" if target.arch == 90 else "sm_100" if 100 <= target.arch < 120 else "sm_80"
 
-
 def launch(kernel, grid, *args, **meta):
     """Run kernel on grid. The static checks replace this function to compile for an absent GPU."""
     kernel[grid](*args, **meta)
 
-
 def hardware(warps, stages=1, registers=0):
-    """Launch options of a tile.
-
-    registers: the limit for one thread; 0 leaves it to the assembler, which may spill a few when
-    that fits one more program on a multiprocessor.
-    """
+    """Launch options of a tile. registers: the limit for one thread; 0 leaves it to the assembler,
+    which may spill a few when that fits one more program on a multiprocessor."""
     limit = {"maxnreg": registers} if registers and arch().startswith("sm_") else {}
     return dict(num_warps=warps, num_stages=stages, **limit)
 
+def _fp32(like, *shape):
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 def pow2(n):
-    """Smallest power of two >= n: the sides of a Triton tile are powers of two.
-
-    >>> [pow2(n) for n in (1, 80, 96, 128)]
-    [1, 128, 128, 128]
-    """
+    """Smallest power of two >= n (80 -> 128): the sides of a Triton tile are powers of two."""
     return 1 << max(0, n - 1).bit_length()
-
 
 def cache_format(kv):
     """(K and V as kernels see them, format, factor that the format leaves out of the values)."""
@@ -408,7 +378,6 @@ def cache_format(kv):
     if kv.data.dtype in FP8_MAX:
         return kv.data, "fp8", 1.0
     return kv.data, "int8" if kv.data.dtype == torch.int8 else "plain", 1.0
-
 
 def precision(dtype):
     """How tl.dot multiplies: fp32 must stay exact, TF32 keeps 10 of its 23 mantissa bits."""
@@ -419,8 +388,7 @@ def precision(dtype):
 # 4  Memory-bound kernels
 # ==================================================================================================
 # These do a handful of operations per byte, and a GPU can do hundreds in the time one byte takes.
-# Time is bytes moved; the only ways to be faster are to move each byte once and to move nothing
-# twice.
+# Time is bytes moved; the only way to be faster is to move nothing twice.
 #
 #     operation        reads             writes            fused, and what that saves
 #     rms_norm         x, residual       residual, y       the sum: one write and one read of (T, E)
@@ -446,7 +414,6 @@ def _rms_norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, stride_t, stride_h, eps, head
     w = tl.load(w_ptr + e, mask=ok, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * E + e, (y * w).to(y_ptr.dtype.element_ty), mask=ok)
 
-
 def _rms_norm_triton(x, weight, eps, residual=None):
     E = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
@@ -455,7 +422,6 @@ def _rms_norm_triton(x, weight, eps, residual=None):
            x.stride(0), x.stride(1) if heads > 1 else 0, eps, heads, E=E, EP=pow2(E),
            RESIDUAL=residual is not None, **hardware(min(8, max(1, pow2(E) // 512))))
     return y
-
 
 @jit
 def _silu_mul_kernel(x_ptr, y_ptr, F: tl.constexpr, BF: tl.constexpr):
@@ -468,14 +434,12 @@ def _silu_mul_kernel(x_ptr, y_ptr, F: tl.constexpr, BF: tl.constexpr):
     y = gate / (1.0 + tl.exp2(-gate * LOG2E)) * up
     tl.store(y_ptr + row * F + f, y.to(y_ptr.dtype.element_ty), mask=ok)
 
-
 def _silu_mul_triton(gate_up):
     T, F2 = gate_up.shape
     y = torch.empty(T, F2 // 2, dtype=gate_up.dtype, device=gate_up.device)
     BF = min(1024, pow2(F2 // 2))
     launch(_silu_mul_kernel, (T, -(-F2 // 2 // BF)), gate_up, y, F=F2 // 2, BF=BF, **hardware(4))
     return y
-
 
 @jit
 def _to_cache(x, amax, factor, KV: tl.constexpr, TOP: tl.constexpr):
@@ -494,7 +458,6 @@ def _to_cache(x, amax, factor, KV: tl.constexpr, TOP: tl.constexpr):
     else:
         return x, amax
 
-
 @jit
 def _rope_store_kv_kernel(
         qkv_ptr, cos_sin_ptr, pos_ptr, slot_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, k_scale,
@@ -504,17 +467,14 @@ def _rope_store_kv_kernel(
     """One program, one head of one token: a query head, or a key head together with its value head.
 
         head:  | a: ROT/2 | b: ROT/2 | rest |      a' = a cos - b sin     b' = b cos + a sin
-    The thread that holds a_i holds b_i too, so the rotation in place has no race.
-    """
+    The thread that holds a_i holds b_i too, so the rotation in place has no race."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     row = qkv_ptr + t * ((H + 2 * KH) * D)
     c = tl.arange(0, HALF)                     # HALF: power of two >= ROT / 2
     ok = c < ROT // 2
-    if INTERLEAVED:
-        at_a, at_b = 2 * c, 2 * c + 1
-    else:
-        at_a, at_b = c, c + ROT // 2
+    at_a = 2 * c if INTERLEAVED else c
+    at_b = 2 * c + 1 if INTERLEAVED else c + ROT // 2
     pos = tl.load(pos_ptr + t).to(tl.int64)
     cos = tl.load(cos_sin_ptr + pos * ROT + c, mask=ok, other=0.0)
     sin = tl.load(cos_sin_ptr + pos * ROT + ROT // 2 + c, mask=ok, other=0.0)
@@ -546,25 +506,22 @@ def _rope_store_kv_kernel(
             tl.store(k_step_ptr + at, k_step)
             tl.store(v_step_ptr + at, v_step)
 
-
 def _rope_store_kv_triton(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
     rot = cos_sin.shape[1]
     data, fmt, _ = cache_format(kv)
     launch(_rope_store_kv_kernel, (qkv.shape[0], H + KH), qkv, cos_sin, positions, slot_mapping,
-           data[0], data[1], *(kv.scales if fmt == "int8" else (None, None)), kv.k_scale,
-           kv.v_scale, H=H, KH=KH, D=D, ROT=rot, HALF=pow2(max(1, rot // 2)),
-           REST=pow2(max(1, D - rot)), DP=pow2(D), INTERLEAVED=interleaved, KV=fmt,
-           TOP=FP8_MAX.get(kv.data.dtype, 0.0), **hardware(1))
+           *data, *(kv.scales if fmt == "int8" else (None, None)), kv.k_scale, kv.v_scale, H=H,
+           KH=KH, D=D, ROT=rot, HALF=pow2(max(1, rot // 2)), REST=pow2(max(1, D - rot)),
+           DP=pow2(D), INTERLEAVED=interleaved, KV=fmt, TOP=FP8_MAX.get(kv.data.dtype, 0.0),
+           **hardware(1))
     return qkv.view(-1, H + 2 * KH, D)[:, :H]
-
 
 @jit
 def _argmax_kernel(x_ptr, y_ptr, stride, V, BV: tl.constexpr):
     """One program, one row. A lane keeps its first maximum; the lowest index of all wins."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BV)
-    best = tl.full((BV,), float("-inf"), tl.float32)
-    where = lane
+    best, where = tl.full((BV,), float("-inf"), tl.float32), lane
     for v in tl.range(0, V, BV):
         at = v + lane
         x = tl.load(x_ptr + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -572,7 +529,6 @@ def _argmax_kernel(x_ptr, y_ptr, stride, V, BV: tl.constexpr):
         best = tl.maximum(x, best)
     top = tl.max(best, 0)
     tl.store(y_ptr + row, tl.min(tl.where(best == top, where, V), 0).to(tl.int64))
-
 
 def _argmax_triton(logits):
     S, V = logits.shape
@@ -597,10 +553,8 @@ def _argmax_triton(logits):
 #
 # alpha repairs what was summed under the old maximum; without it those terms weigh too much. One
 # row is one query token and one head. The G heads that share a KV head are rows of one tile, so K
-# and V are read once for all of them:  row r = token r // G, head r % G.
-#
-# Elements moved, one head of N tokens: plain attention 4 N^2 + 4 N D; here 2 N D + N, and 2 N D
-# more for each tile of queries (section 11 has the formulas and the article's table).
+# and V are read once for all of them:  row r = token r // G, head r % G. Elements moved, one head
+# of N tokens: plain attention 4 N^2 + 4 N D; here 2 N D + N, and 2 N D more per tile of queries.
 #
 # Invariant: hidden scores are -inf, and V of a hidden key is 0: 0 * NaN would be NaN.
 # Invariant: a row that sees nothing has m = -inf; it is replaced by 0 before the subtraction, so
@@ -625,7 +579,6 @@ def _scores(dot, cols, pos, row_ok, col_ok, scale, softcap, SOFTCAP: tl.constexp
         seen = seen & (pos - cols < WINDOW)
     return tl.where(seen, s, float("-inf")), slope
 
-
 @jit
 def _softmax_step(s, m, l):
     """Fold one tile of log2 scores into the running maximum m and sum l: (p, alpha, m, l)."""
@@ -635,7 +588,6 @@ def _softmax_step(s, m, l):
     alpha = tl.exp2(m - shift)
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)
 
-
 @jit
 def _finish(acc, m, l):
     """Normalise: (o, lse in log2); rows that saw nothing give 0 and -inf."""
@@ -643,6 +595,12 @@ def _finish(acc, m, l):
     lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(some))
     return acc / some[:, None], lse
 
+@jit
+def _bounds(start_q_ptr, start_k_ptr, seq):
+    """First row in the packed queries and keys of sequence seq, and how many it has of each."""
+    q0 = tl.load(start_q_ptr + seq)
+    k0 = tl.load(start_k_ptr + seq)
+    return q0, k0, tl.load(start_q_ptr + seq + 1) - q0, tl.load(start_k_ptr + seq + 1) - k0
 
 @jit
 def _flash_kernel(
@@ -651,23 +609,16 @@ def _flash_kernel(
         BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
         TMA: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (query blocks, KV heads, sequences). Reads q once, K and V once per query block.
-
     TMA (Hopper): one thread asks the copy engine for a whole tile by coordinates; the others
     compute no addresses. At D 128 on sm_90 the loop has 529 instructions instead of 583.
-    Simplification: no warp specialisation; whether it helps was not measured.
-    """
+    Simplification: no warp specialisation; whether it helps was not measured."""
     kvh = tl.program_id(1)
-    seq = tl.program_id(2)
-    q0 = tl.load(start_q_ptr + seq)
-    k0 = tl.load(start_k_ptr + seq)
-    q_len = tl.load(start_q_ptr + seq + 1) - q0
-    k_len = tl.load(start_k_ptr + seq + 1) - k0
+    q0, k0, q_len, k_len = _bounds(start_q_ptr, start_k_ptr, tl.program_id(2))
     BQ: tl.constexpr = BM // G                             # query tokens of a tile
     first = tl.program_id(0) * BQ
     if first >= q_len:
         return
-    r = tl.arange(0, BM)
-    d = tl.arange(0, DP)
+    r, d = tl.arange(0, BM), tl.arange(0, DP)
     token = first + r // G
     row_ok = (r < BQ * G) & (token < q_len)
     at = (q0 + token).to(tl.int64) * stride_q + (kvh * G + r % G) * D
@@ -676,39 +627,29 @@ def _flash_kernel(
     q = tl.load(q_ptr + rows, mask=mask, other=0.0)
     pos = k_len - q_len + token
     hi = tl.minimum(k_len, k_len - q_len + first + BQ)
-    lo = 0
-    if WINDOW > 0:
-        lo = tl.maximum(0, k_len - q_len + first - WINDOW + 1) // BN * BN
+    lo = tl.maximum(0, k_len - q_len + first - WINDOW + 1) // BN * BN if WINDOW > 0 else 0
     k_head = k_ptr + k0.to(tl.int64) * stride_k + kvh * D
     v_head = v_ptr + k0.to(tl.int64) * stride_k + kvh * D
-    if TMA:
+    if TMA:                                                # rows past k_len arrive as zeros
         k_desc = tl.make_tensor_descriptor(k_head, [k_len, D], [stride_k, 1], [BN, DP])
         v_desc = tl.make_tensor_descriptor(v_head, [k_len, D], [stride_k, 1], [BN, DP])
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    l = tl.zeros((BM,), tl.float32)
+    m, l = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, DP), tl.float32)
     for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
         tile = n.to(tl.int64)[:, None] * stride_k + d[None, :]
         tile_ok = (n < k_len)[:, None] & (d < D)[None, :]
-        if TMA:
-            k = k_desc.load([n0, 0])                       # rows past k_len arrive as zeros
-        else:
-            k = tl.load(k_head + tile, mask=tile_ok, other=0.0)
+        k = k_desc.load([n0, 0]) if TMA else tl.load(k_head + tile, mask=tile_ok, other=0.0)
         dot = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s, _ = _scores(dot, n[None, :], pos[:, None], row_ok[:, None], (n < k_len)[None, :],
                        scale, softcap, SOFTCAP, WINDOW)
         p, alpha, m, l = _softmax_step(s, m, l)
-        if TMA:
-            v = v_desc.load([n0, 0])
-        else:
-            v = tl.load(v_head + tile, mask=tile_ok, other=0.0)
+        v = v_desc.load([n0, 0]) if TMA else tl.load(v_head + tile, mask=tile_ok, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     o, lse = _finish(acc, m, l)
     tl.store(out_ptr + (q0 + token).to(tl.int64)[:, None] * (H * D) + (kvh * G + r % G)[:, None] * D
              + d[None, :], o.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(lse_ptr + (q0 + token) * H + kvh * G + r % G, lse / LOG2E, mask=row_ok)
-
 
 @jit
 def _flash_delta_kernel(o_ptr, do_ptr, delta_ptr, rows, D: tl.constexpr, DP: tl.constexpr,
@@ -721,7 +662,6 @@ def _flash_delta_kernel(o_ptr, do_ptr, delta_ptr, rows, D: tl.constexpr, DP: tl.
     o = tl.load(o_ptr + at, mask=ok, other=0.0).to(tl.float32)
     do = tl.load(do_ptr + at, mask=ok, other=0.0).to(tl.float32)
     tl.store(delta_ptr + r, tl.sum(o * do, 1), mask=r < rows)
-
 
 @jit
 def _flash_dkdv_kernel(
@@ -737,11 +677,7 @@ def _flash_dkdv_kernel(
     Why: the owner of a tile sums it alone, in one order. No atomics, so the result is reproducible.
     """
     kvh = tl.program_id(1)
-    seq = tl.program_id(2)
-    q0 = tl.load(start_q_ptr + seq)
-    k0 = tl.load(start_k_ptr + seq)
-    q_len = tl.load(start_q_ptr + seq + 1) - q0
-    k_len = tl.load(start_k_ptr + seq + 1) - k0
+    q0, k0, q_len, k_len = _bounds(start_q_ptr, start_k_ptr, tl.program_id(2))
     n0 = tl.program_id(0) * BN
     if n0 >= k_len:
         return
@@ -751,12 +687,9 @@ def _flash_dkdv_kernel(
     tile_ok = (n < k_len)[:, None] & (d < D)[None, :]
     k = tl.load(k_ptr + tile, mask=tile_ok, other=0.0)
     v = tl.load(v_ptr + tile, mask=tile_ok, other=0.0)
-    dk = tl.zeros((BN, DP), tl.float32)
-    dv = tl.zeros((BN, DP), tl.float32)
+    dk, dv = tl.zeros((BN, DP), tl.float32), tl.zeros((BN, DP), tl.float32)
     lo = tl.maximum(0, n0 - (k_len - q_len)) // BM * BM    # the first query that sees key n0
-    hi = q_len
-    if WINDOW > 0:
-        hi = tl.minimum(q_len, n0 + BN + WINDOW - 1 - (k_len - q_len))
+    hi = tl.minimum(q_len, n0 + BN + WINDOW - 1 - (k_len - q_len)) if WINDOW > 0 else q_len
     for g in range(G):
         h = kvh * G + g
         for m0 in tl.range(lo, hi, BM, num_stages=STAGES):
@@ -781,7 +714,6 @@ def _flash_dkdv_kernel(
     tl.store(dk_ptr + tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=tile_ok)
     tl.store(dv_ptr + tile, dv.to(dv_ptr.dtype.element_ty), mask=tile_ok)
 
-
 @jit
 def _flash_dq_kernel(
         q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, start_q_ptr, start_k_ptr, scale,
@@ -789,15 +721,9 @@ def _flash_dq_kernel(
         BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
         STAGES: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (query blocks, query heads, sequences). One program owns one tile of dQ = dS K scale.
-
-    Reads Q and dO once, K and V once per query block and head.
-    """
+    Reads Q and dO once, K and V once per query block and head."""
     h = tl.program_id(1)
-    seq = tl.program_id(2)
-    q0 = tl.load(start_q_ptr + seq)
-    k0 = tl.load(start_k_ptr + seq)
-    q_len = tl.load(start_q_ptr + seq + 1) - q0
-    k_len = tl.load(start_k_ptr + seq + 1) - k0
+    q0, k0, q_len, k_len = _bounds(start_q_ptr, start_k_ptr, tl.program_id(2))
     m0 = tl.program_id(0) * BM
     if m0 >= q_len:
         return
@@ -814,9 +740,7 @@ def _flash_dq_kernel(
     delta = tl.load(delta_ptr + row, mask=i_ok, other=0.0)
     pos = i + (k_len - q_len)
     hi = tl.minimum(k_len, m0 + BM + k_len - q_len)
-    lo = 0
-    if WINDOW > 0:
-        lo = tl.maximum(0, m0 + k_len - q_len - WINDOW + 1) // BN * BN
+    lo = tl.maximum(0, m0 + k_len - q_len - WINDOW + 1) // BN * BN if WINDOW > 0 else 0
     dq = tl.zeros((BM, DP), tl.float32)
     for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
@@ -833,43 +757,35 @@ def _flash_dq_kernel(
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=at_ok)
 
-
 def _flash_triton(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0):
-    T, H, D = q.shape
-    G = H // k.shape[1]
-    BM, BN, options = tile_for("flash", D, q.dtype)
-    BM = max(BM, pow2(G))
-    out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
-    lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
+    (T, H, D), KH = q.shape, k.shape[1]
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _fp32(q, T, H)
     tma = (arch() in TMA_ARCHS and q.dtype != torch.float32 and D == pow2(D)
            and k.stride(0) * k.element_size() % 16 == 0)
     if tma:                             # the descriptors are built in memory that Triton asks for
         room = lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=q.device)
         triton.set_allocator(room)
-    launch(_flash_kernel, (-(-max_q // (BM // G)), k.shape[1], len(start_q) - 1), q, k, v, out, lse,
-           start_q, start_k, scale, softcap, q.stride(0), k.stride(0), H=H, G=G, D=D,
-           DP=max(16, pow2(D)), BM=BM, BN=BN, WINDOW=window, SOFTCAP=softcap > 0, TMA=tma,
-           STAGES=options["num_stages"], PRECISION=precision(q.dtype), **options)
+    tile = tile_for("flash", D, q.dtype, H // KH)
+    query_blocks = -(-max_q // (tile["BM"] // (H // KH)))
+    launch(_flash_kernel, (query_blocks, KH, len(start_q) - 1), q, k, v, out, lse, start_q, start_k,
+           scale, softcap, q.stride(0), k.stride(0), G=H // KH, TMA=tma, **tile,
+           **head_shape(H, D, window, softcap))
     return out, lse
-
 
 def _flash_backward_triton(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale, window=0,
                            softcap=0.0):
-    T, H, D = q.shape
-    KH, S = k.shape[1], len(start_q) - 1
-    DP = max(16, pow2(D))
-    delta = torch.empty(T, H, dtype=torch.float32, device=q.device)
+    (T, H, D), KH, S = q.shape, k.shape[1], len(start_q) - 1
+    shape = head_shape(H, D, window, softcap) | dict(G=H // KH)
+    delta = _fp32(q, T, H)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    launch(_flash_delta_kernel, (-(-T * H // 64),), out, do, delta, T * H, D=D, DP=DP, BM=64,
-           **hardware(4, 1, 255))
-    common = dict(H=H, G=H // KH, D=D, DP=DP, WINDOW=window, SOFTCAP=softcap > 0,
-                  PRECISION=precision(q.dtype))
-    BM, BN, options = tile_for("flash_dkdv", D, q.dtype)
-    launch(_flash_dkdv_kernel, (-(-max_k // BN), KH, S), q, k, v, do, lse, delta, dk, dv, start_q,
-           start_k, scale, softcap, BM=BM, BN=BN, STAGES=options["num_stages"], **options, **common)
-    BM, BN, options = tile_for("flash_dq", D, q.dtype)
-    launch(_flash_dq_kernel, (-(-max_q // BM), H, S), q, k, v, do, lse, delta, dq, start_q, start_k,
-           scale, softcap, BM=BM, BN=BN, STAGES=options["num_stages"], **options, **common)
+    launch(_flash_delta_kernel, (-(-T * H // 64),), out, do, delta, T * H, D=D, DP=shape["DP"],
+           BM=64, **hardware(4, 1, 255))
+    tile = tile_for("flash_dkdv", D, q.dtype)
+    launch(_flash_dkdv_kernel, (-(-max_k // tile["BN"]), KH, S), q, k, v, do, lse, delta, dk, dv,
+           start_q, start_k, scale, softcap, **tile, **shape)
+    tile = tile_for("flash_dq", D, q.dtype)
+    launch(_flash_dq_kernel, (-(-max_q // tile["BM"]), H, S), q, k, v, do, lse, delta, dq, start_q,
+           start_k, scale, softcap, **tile, **shape)
     return dq, dk, dv
 
 
@@ -886,9 +802,8 @@ def _flash_backward_triton(do, q, k, v, out, lse, start_q, start_k, max_q, max_k
 #         grid (T // BQ + S, KH, 1); sequence s starts at query block start[s] // BQ + s
 #
 # A decode step of one sequence has KH programs without the cut and KH * n / 256 with it: 8 heads at
-# 8,192 tokens give 256 programs for 132 multiprocessors instead of 8.
-#
-# Bytes: every K and V element of the context once, 2 n KH D; a piece adds 2 (D + 1) fp32 per row.
+# 8,192 tokens give 256 programs for 132 multiprocessors instead of 8. Bytes: every K and V element
+# of the context once, 2 n KH D; a piece adds 2 (D + 1) fp32 per row.
 #
 # Invariant: which launch serves a sequence, and where its context is cut, depend on that sequence
 #   alone, so a decode step gives the same bits whatever else is in the batch.
@@ -897,17 +812,14 @@ def _flash_backward_triton(do, q, k, v, out, lse, start_q, start_k, max_q, max_k
 #   the end of a sequence return at once, and padding rows (seq_len 0) give zeros.
 # Why: two launches whenever a step has a long sequence, even if it has no short one: which it has
 #   is known on the device only, and asking would make the host wait. Programs without work return.
-# Why: block ids become int64 before they are multiplied: 2^31 elements are 4 GiB of bf16, a small
-#   cache.
+# Why: block ids become int64 before they are multiplied: 2^31 elements are 4 GiB of bf16.
 # Try: SPLIT_TOKENS = 1 << 20 (no cut) and `bench.py kernels` on a GPU: only "decode S 1" suffers.
-# Simplification: long sequences are not cut; a lone chunk at the end of a long context leaves
-#   processors idle. The mask is computed on every tile, although only the last ones need it.
+# Simplification: long sequences are not cut, and the mask is computed on every tile.
 
 @jit
 def _find_sequence(start_ptr, block, num_seqs, BQ: tl.constexpr, GAP: tl.constexpr):
     """Last sequence s with start[s] // BQ + s * GAP <= block, by bisection."""
-    lo = 0
-    hi = num_seqs
+    lo, hi = 0, num_seqs
     while lo < hi:
         mid = (lo + hi) // 2
         if tl.load(start_ptr + mid) // BQ + mid * GAP <= block:
@@ -915,7 +827,6 @@ def _find_sequence(start_ptr, block, num_seqs, BQ: tl.constexpr, GAP: tl.constex
         else:
             hi = mid
     return lo - 1
-
 
 @jit
 def _load_kv(ptrs, mask, dtype: tl.constexpr, KV: tl.constexpr):
@@ -926,7 +837,6 @@ def _load_kv(ptrs, mask, dtype: tl.constexpr, KV: tl.constexpr):
         x = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     return x.to(dtype)
 
-
 @jit(do_not_specialize=["num_seqs", "stride_table"])
 def _paged_kernel(
         q_ptr, k_ptr, v_ptr, k_step_ptr, v_step_ptr, out_ptr, lse_ptr, table_ptr, start_ptr,
@@ -936,15 +846,11 @@ def _paged_kernel(
         KV: tl.constexpr, SHORT: tl.constexpr, LIMIT: tl.constexpr, PER: tl.constexpr,
         SPLIT: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
     """One program: a block of queries of one sequence, one KV head, one piece of the context.
-
     k_factor = softmax scale * scale of K; v_factor = scale of V. SPLIT: out and lse are partial,
-    (pieces, T, H, D) and (pieces, T, H) fp32, lse in log2. SHORT: PER query blocks per sequence.
-    """
+    (pieces, T, H, D) and (pieces, T, H) fp32, lse in log2. SHORT: PER query blocks per sequence."""
     G: tl.constexpr = H // KH
     BQ: tl.constexpr = BM // G
-    kvh = tl.program_id(1)
-    piece = tl.program_id(2)
-    block = tl.program_id(0)
+    block, kvh, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if SHORT:
         seq = block // PER
         first = block % PER * BQ
@@ -958,16 +864,13 @@ def _paged_kernel(
         return
     context = tl.load(len_ptr + seq) - q_len           # -1 for a padding row: it sees nothing
     end = context + tl.minimum(first + BQ, q_len)
-    lo = 0
-    if WINDOW > 0:
-        lo = tl.maximum(0, context + first - WINDOW + 1) // BN * BN
+    lo = tl.maximum(0, context + first - WINDOW + 1) // BN * BN if WINDOW > 0 else 0
     if SPLIT:
         lo = tl.maximum(lo, piece * PIECE)
         end = tl.minimum(end, (piece + 1) * PIECE)
         if lo >= end:
             return
-    r = tl.arange(0, BM)
-    d = tl.arange(0, DP)
+    r, d = tl.arange(0, BM), tl.arange(0, DP)
     token = first + r // G
     head = kvh * G + r % G
     row_ok = (r < BQ * G) & (token < q_len)
@@ -976,17 +879,16 @@ def _paged_kernel(
     q_at = row[:, None] * stride_q + (head * D)[:, None] + d[None, :]
     q = tl.load(q_ptr + q_at, mask=mask, other=0.0)
     table_row = table_ptr + seq.to(tl.int64) * stride_table
-    m = tl.full((BM,), float("-inf"), tl.float32)
-    l = tl.zeros((BM,), tl.float32)
+    m, l = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, DP), tl.float32)
     for n0 in tl.range(lo, end, BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
         n_ok = n < end
         if BS % BN == 0:                               # the tile lies in one block: one table entry
-            slot = tl.load(table_row + n0 // BS).to(tl.int64) * BS + n % BS
+            block_id = tl.load(table_row + n0 // BS)
         else:
-            slot = tl.load(table_row + n // BS, mask=n_ok, other=0).to(tl.int64) * BS + n % BS
-        at = slot * KH + kvh
+            block_id = tl.load(table_row + n // BS, mask=n_ok, other=0)
+        at = (block_id.to(tl.int64) * BS + n % BS) * KH + kvh
         tile = at[:, None] * D + d[None, :]
         tile_ok = n_ok[:, None] & (d < D)[None, :]
         k = _load_kv(k_ptr + tile, tile_ok, q.dtype, KV)
@@ -1001,15 +903,11 @@ def _paged_kernel(
         v = _load_kv(v_ptr + tile, tile_ok, q.dtype, KV)
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     o, lse = _finish(acc, m, l)
-    o = o * v_factor
     out = out_ptr + piece.to(tl.int64) * stride_piece + (row * H + head)[:, None] * D + d[None, :]
-    tl.store(out, o.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, (o * v_factor).to(out_ptr.dtype.element_ty), mask=mask)
     if lse_ptr is not None:
-        if not SPLIT:
-            lse = lse / LOG2E
         at = piece.to(tl.int64) * (stride_piece // D) + row * H + head
-        tl.store(lse_ptr + at, lse, mask=row_ok)
-
+        tl.store(lse_ptr + at, lse if SPLIT else lse / LOG2E, mask=row_ok)
 
 @jit(do_not_specialize=["num_seqs"])
 def _merge_pieces_kernel(
@@ -1021,30 +919,24 @@ def _merge_pieces_kernel(
         m' = max(m, lse_c)    acc = acc 2^(m - m') + o_c 2^(lse_c - m')    l likewise with 1 for o_c
     One piece alone comes back bit for bit, so a context may pass from one piece to two unnoticed.
     """
-    t = tl.program_id(0)
-    h = tl.program_id(1)
+    t, h = tl.program_id(0), tl.program_id(1)
     seq = _find_sequence(start_ptr, t, num_seqs, 1, 0)
     q0 = tl.load(start_ptr + seq)
     q_len = tl.load(start_ptr + seq + 1) - q0
     if q_len > LIMIT:
         return
     pos = tl.load(len_ptr + seq) - q_len + t - q0
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(0, pos - WINDOW + 1) // PIECE
+    first = tl.maximum(0, pos - WINDOW + 1) // PIECE if WINDOW > 0 else 0
     d = tl.arange(0, DP)
     row = t.to(tl.int64) * H + h
-    m = float("-inf")
-    l = 0.0
-    acc = tl.zeros((DP,), tl.float32)
+    m, l, acc = float("-inf"), 0.0, tl.zeros((DP,), tl.float32)
     for piece in tl.range(first, tl.cdiv(pos + 1, PIECE)):
         base = piece * stride_piece.to(tl.int64)
         lse = tl.load(part_lse_ptr + base // D + row)
         part = tl.load(part_ptr + base + row * D + d, mask=d < D, other=0.0)
         m_new = tl.maximum(m, lse)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m - shift)
-        weight = tl.exp2(lse - shift)
+        alpha, weight = tl.exp2(m - shift), tl.exp2(lse - shift)
         acc = acc * alpha + part * weight
         l = l * alpha + weight
         m = m_new
@@ -1053,43 +945,37 @@ def _merge_pieces_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + row, tl.where(l == 0.0, float("-inf"), (m + tl.log2(some)) / LOG2E))
 
-
 def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None):
     """Both launches of paged attention; see the essay above for which serves what."""
-    T, H, D = q.shape
-    BS, KH = kv.data.shape[2:4]
-    S = meta.seq_lens.shape[0]
+    (T, H, D), (BS, KH) = q.shape, kv.data.shape[2:4]
+    S, G = len(meta.seq_lens), H // KH
     data, fmt, factor = cache_format(kv)
-    fp8 = kv.data.dtype in FP8_MAX
+    k_scale, v_scale = (kv.k_scale, kv.v_scale) if kv.data.dtype in FP8_MAX else (1.0, 1.0)
     steps = kv.scales if fmt == "int8" else (None, None)
-    factors = (scale * factor * (kv.k_scale if fp8 else 1.0), factor * (kv.v_scale if fp8 else 1.0))
     out = torch.empty(T, H, D, dtype=q.dtype, device=q.device)
-    tables = (meta.block_table, meta.query_start_loc, meta.seq_lens)
-    common = dict(H=H, KH=KH, D=D, DP=max(16, pow2(D)), BS=BS, WINDOW=window, SOFTCAP=softcap > 0,
-                  KV=fmt, LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, PRECISION=precision(q.dtype))
+    shape = head_shape(H, D, window, softcap)
 
     def run(kind, grid_x, pieces, o, lse):
-        BM, BN, options = tile_for(kind, D, q.dtype)
-        BM = max(BM, pow2(H // KH))
-        blocks = grid_x(BM // (H // KH))
-        launch(_paged_kernel, (blocks, KH, pieces), q, data[0], data[1], *steps, o, lse, *tables,
-               *factors, softcap, q.stride(0), meta.block_table.stride(0), T * H * D, S, BM=BM,
-               BN=BN, SHORT=kind == "paged_short", PER=blocks // S, SPLIT=pieces > 1,
-               STAGES=options["num_stages"], **options, **common)
+        tile = tile_for(kind, D, q.dtype, G)
+        blocks = grid_x(tile["BM"] // G)
+        launch(_paged_kernel, (blocks, KH, pieces), q, *data, *steps, o, lse, meta.block_table,
+               meta.query_start_loc, meta.seq_lens, scale * factor * k_scale, factor * v_scale,
+               softcap, q.stride(0), meta.block_table.stride(0), T * H * D, S, KH=KH, BS=BS,
+               KV=fmt, SHORT=kind == "paged_short", LIMIT=SHORT_QUERY, PER=blocks // S,
+               SPLIT=pieces > 1, PIECE=SPLIT_TOKENS, **tile, **shape)
 
     if meta.max_query_len > SHORT_QUERY:
         run("paged_long", lambda BQ: T // BQ + S, 1, out, lse)
-    short = min(SHORT_QUERY, meta.max_query_len)
+    short_grid = lambda BQ: S * -(-min(SHORT_QUERY, meta.max_query_len) // BQ)
     pieces = -(-meta.max_seq_len // SPLIT_TOKENS)
     if pieces <= 1:
-        run("paged_short", lambda BQ: S * -(-short // BQ), 1, out, lse)
+        run("paged_short", short_grid, 1, out, lse)
         return out
-    part = torch.empty(pieces, T, H, D, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(pieces, T, H, dtype=torch.float32, device=q.device)
-    run("paged_short", lambda BQ: S * -(-short // BQ), pieces, part, part_lse)
-    launch(_merge_pieces_kernel, (T, H), part, part_lse, out, lse, *tables[1:], T * H * D, S, H=H,
-           D=D, DP=max(16, pow2(D)), WINDOW=window, LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS,
-           **hardware(1))
+    part, part_lse = _fp32(q, pieces, T, H, D), _fp32(q, pieces, T, H)
+    run("paged_short", short_grid, pieces, part, part_lse)
+    launch(_merge_pieces_kernel, (T, H), part, part_lse, out, lse, meta.query_start_loc,
+           meta.seq_lens, T * H * D, S, H=H, D=D, DP=shape["DP"], WINDOW=window,
+           LIMIT=SHORT_QUERY, PIECE=SPLIT_TOKENS, **hardware(1))
     return out
 
 
@@ -1097,27 +983,26 @@ def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None)
 # 7  Narrow weights
 # ==================================================================================================
 # A decode step reads every weight once for a handful of rows, so its time is the bytes of the
-# weights: 4-bit codes are a quarter of bf16. The codes are widened in registers, next to the matrix
-# unit.
+# weights: 4-bit codes are a quarter of bf16. They are widened in registers, at the matrix unit.
 #
 #     int8_matmul   w int8 (N, K), one scale per output row:        y = (x w^T) * s
 #     int4_matmul   w 4-bit (K, N), scale, zero per group of k:  y = sum_g s_g * (x_g (q_g - z_g))
 #     fp8_matmul    w e4m3 (N, K), one scale per 128 x 128 block:   y = sum_b s_b * (x_b w_b^T)
 #
-# Scales multiply the fp32 sums and not the weights: the codes are exact in bf16, so nothing is
-# rounded before the product. int4 words are stored in the order in which a tile is unpacked:
+# int4 words are stored in the order in which a tile is unpacked, so that `(word >> 4 j) & 15` is
+# already a tile of 16 x N, with no shuffle between threads:
 #
 #     one word, tile of 128 k:   nibble 7 ...  nibble 1   nibble 0       nibble j of word r is row
 #                                k=112+r  ...  k=16+r     k=r            k = 16 j + r of its tile
 #
-# so `(word >> 4 j) & 15` is already a tile of 16 x N: no shuffle between threads.
+# Why: scales multiply the fp32 sums and not the weights. The codes are exact in bf16, so nothing is
+#   rounded before the product.
 # Why: 0x4300 | code is the bf16 number 128 + code. An OR replaces the integer-to-float conversion,
 #   of which a multiprocessor can do only 16 per clock.
 # Simplification: no split along K for a few rows, and no repacking for the registers of one matrix
 #   instruction (Marlin does both).
 
 DEPTH = 128        # k per tile: int4 rows packed together, and the block of one fp8 scale
-
 
 def pack_int4(codes):
     """4-bit codes (K, N) in 0..15 -> int32 words (ceil(K / 128) * 16, N); missing rows hold 0."""
@@ -1128,18 +1013,15 @@ def pack_int4(codes):
     words = nibbles.sum(1)                                       # (tiles, 16, N), up to 2^32 - 1
     return (words - ((words >> 31) << 32)).to(torch.int32).view(-1, N)
 
-
 def unpack_int4(words, K):
     """The inverse of pack_int4: codes (K, N), int32."""
     tiles = words.view(-1, 1, DEPTH // 8, words.shape[1])
     shifts = (4 * torch.arange(8, device=words.device, dtype=torch.int32)).view(1, 8, 1, 1)
     return ((tiles >> shifts) & 15).view(-1, words.shape[1])[:K]
 
-
 def int8_matmul_ref(x, weight, scale):
     """x (T, K) times int8 weight (N, K), scale (N,) -> (T, N)."""
     return (x.float() @ weight.float().T * scale.float()).to(x.dtype)
-
 
 def int4_matmul_ref(x, words, scales, zeros, group):
     """x (T, K) times packed 4-bit weight; scales, zeros (K / group, N); zeros None means 8."""
@@ -1148,12 +1030,9 @@ def int4_matmul_ref(x, words, scales, zeros, group):
     spread = lambda table: table.float().repeat_interleave(group, 0)
     return (x.float() @ ((codes - spread(zeros)) * spread(scales))).to(x.dtype)
 
-
 def fp8_matmul_ref(x, weight, scales, fp8_inputs=False):
     """x (T, K) times e4m3 weight (N, K), scales fp32 (ceil(N / 128), ceil(K / 128)) (DeepSeek-V3).
-
-    fp8_inputs rounds x to e4m3 too, with one scale per row and 128 columns.
-    """
+    fp8_inputs rounds x to e4m3 too, with one scale per row and 128 columns."""
     N, K = weight.shape
     wide = scales.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
     x32 = x.float()
@@ -1162,7 +1041,6 @@ def fp8_matmul_ref(x, weight, scales, fp8_inputs=False):
         step = (blocks.abs().amax(-1, keepdim=True) / 448).clamp_min(1e-12)
         x32 = ((blocks / step).to(torch.float8_e4m3fn).float() * step).flatten(1)[:, :K]
     return (x32 @ (weight.float() * wide).T).to(x.dtype)
-
 
 @jit(do_not_specialize=["T"])
 def _int8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.constexpr,
@@ -1184,7 +1062,6 @@ def _int8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.co
              (acc * s[None, :]).to(y_ptr.dtype.element_ty),
              mask=(t < T)[:, None] & (n < N)[None, :])
 
-
 @jit
 def _nibble(code, dtype: tl.constexpr):
     """An integer 0..15 plus BIAS (128 for bf16, 1024 for fp16, 0 for fp32), exactly."""
@@ -1194,7 +1071,6 @@ def _nibble(code, dtype: tl.constexpr):
         return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     else:
         return code.to(dtype)
-
 
 @jit(do_not_specialize=["T"])
 def _int4_matmul_kernel(x_ptr, w_ptr, s_ptr, z_ptr, y_ptr, T, N, K, stride_x, GROUP: tl.constexpr,
@@ -1230,17 +1106,14 @@ def _int4_matmul_kernel(x_ptr, w_ptr, s_ptr, z_ptr, y_ptr, T, N, K, stride_x, GR
     tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty),
              mask=(t < T)[:, None] & (n < N)[None, :])
 
-
 @jit(do_not_specialize=["T"])
 def _fp8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.constexpr,
                        BN: tl.constexpr, BK: tl.constexpr, FP8_INPUTS: tl.constexpr,
                        BITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (N / BN, T / BM); BK is the scale block, 128. BITS: e4m3 arrives as uint8 and is
-    unpacked.
-
-    FP8_INPUTS casts a tile of x in registers, so the cast moves no bytes; it is repeated for each
-    column block, N / BN casts of T K elements against 2 T N K operations of the product.
-    """
+    unpacked. FP8_INPUTS casts a tile of x in registers, so the cast moves no bytes; it is repeated
+    for each column block, N / BN casts of T K elements against 2 T N K operations of the
+    product."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     t = tl.program_id(1) * BM + tl.arange(0, BM)
     x_row = t.to(tl.int64)[:, None] * stride_x
@@ -1265,33 +1138,29 @@ def _fp8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.con
     tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty),
              mask=(t < T)[:, None] & (n < N)[None, :])
 
-
 def _matmul_triton(kernel, name, x, N, *args, **meta):
-    """Launch one of the three products: tiles by the number of rows, y (T, N)."""
+    """Launch one of the three products, tiles by the number of rows: y (T, N)."""
     T, K = x.shape
-    BM, BN, options = tile_for(name, T)
+    tile = tile_for(name, T, x.dtype)
     y = torch.empty(T, N, dtype=x.dtype, device=x.device)
-    launch(kernel, (-(-N // BN), -(-T // BM)), x, *args, y, T, N, K, x.stride(0), BM=BM, BN=BN,
-           BK=DEPTH, STAGES=options["num_stages"], PRECISION=precision(x.dtype), **options, **meta)
+    launch(kernel, (-(-N // tile["BN"]), -(-T // tile["BM"])), x, *args, y, T, N, K, x.stride(0),
+           BK=DEPTH, **tile, **meta)
     return y
-
 
 def _int8_matmul_triton(x, weight, scale):
     return _matmul_triton(_int8_matmul_kernel, "int8_matmul", x, len(weight), weight, scale)
-
 
 def _int4_matmul_triton(x, words, scales, zeros, group):
     bias = {torch.bfloat16: 128.0, torch.float16: 1024.0}.get(x.dtype, 0.0)
     return _matmul_triton(_int4_matmul_kernel, "int4_matmul", x, words.shape[1], words, scales,
                           zeros, GROUP=group, BIAS=bias)
 
-
 def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
     bits = arch() not in NATIVE_FP8
     require(not (bits and fp8_inputs), f"fp8 inputs need a GPU with fp8 units, not {arch()}")
-    return _matmul_triton(_fp8_matmul_kernel, "fp8_matmul", x, len(weight),
-                          weight.view(torch.uint8) if bits else weight, scales, BITS=bits,
-                          FP8_INPUTS=fp8_inputs)
+    weight = weight.view(torch.uint8) if bits else weight
+    return _matmul_triton(_fp8_matmul_kernel, "fp8_matmul", x, len(weight), weight, scales,
+                          BITS=bits, FP8_INPUTS=fp8_inputs)
 
 
 # ==================================================================================================
@@ -1310,12 +1179,12 @@ def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
 # Invariant: the bits of a row depend on that row alone, not on batch, chunking or thread count.
 #   Sums run in an order fixed by position: 16 lanes, pairs of k, chunks of 128 tokens.
 # Invariant: what a token must not see is never read as a number; zeros stand in its place.
-# Why: not -ffast-math. It lets the compiler reorder the sums of each loop as it likes, and assume
-#   that NaN does not exist. The lanes are written out instead, and the loops are as fast.
+# Why: not -ffast-math, which reorders sums as it likes and assumes that NaN does not exist. The
+#   lanes are written out instead, and the loops are as fast.
 # Why: one thread for small work. With OMP_WAIT_POLICY=passive, which a shared machine needs, waking
 #   another takes 50 us; a norm of one row takes 1.
-# Simplification: production engines pick one of many kernels per shape and CPU. Here one source is
-#   for every CPU, with intrinsics only where gcc 12 was measured to miss the instruction.
+# Simplification: one source for every CPU, with intrinsics only where gcc 12 was measured to miss
+#   the instruction; production engines pick one of many kernels per shape and CPU.
 # Try: NANOSERVE_NO_C=1, and compare tokens per second.
 
 C_SOURCE = r"""
@@ -1328,8 +1197,11 @@ C_SOURCE = r"""
 #include <string.h>
 #ifdef __AVX512F__
 #include <immintrin.h>
+enum { ROWS = 8 };  // rows of one pass of `tile`: 8 x 2 sums and 2 panel vectors, in 32 registers
+#else
+enum { ROWS = 2 };
 #endif
-
+enum { NC = 32, CHUNK = 128 };  // columns of a panel, positions of a piece of context
 // ---- numbers ------------------------------------------------------------------------------------
 // Every operator exists for fp32 and bf16. `bf` is a constant in each copy: INLINE functions are
 // always inlined, so `if (bf)` leaves no branch in the machine code. A vector has 16 floats; a CPU
@@ -1340,16 +1212,13 @@ typedef int32_t i32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16s __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint32_t word __attribute__((aligned(2), may_alias));  // one fp32, or two bf16
-
 INLINE long size_of(int bf) { return bf ? 2 : 4; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
 INLINE long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
 INLINE f32s splat(float x) { return x - (f32s){}; }
 INLINE u32s splat_word(uint32_t x) { return x - (u32s){}; }
-INLINE f32s where(i32s mask, f32s yes, f32s no) {
-  return (f32s)(((i32s)yes & mask) | ((i32s)no & ~mask));
-}
+INLINE f32s where(i32s m, f32s yes, f32s no) { return (f32s)(((i32s)yes & m) | ((i32s)no & ~m)); }
 INLINE f32s larger(f32s a, f32s b) {  // b when either is NaN
 #ifdef __AVX512F__  // one instruction; of the line below gcc 12 makes three
   return (f32s)_mm512_max_ps((__m512)a, (__m512)b);
@@ -1357,7 +1226,6 @@ INLINE f32s larger(f32s a, f32s b) {  // b when either is NaN
   return where(a > b, a, b);
 #endif
 }
-
 // A bf16 is the upper half of an fp32. Rounding to nearest even adds 0x7fff, and one more if the
 // part that is kept is odd. A NaN is kept apart, or the addition could turn it into infinity.
 INLINE u32s round_bf16(f32s x) {
@@ -1396,7 +1264,6 @@ INLINE void put(int bf, char *row, long i, long n, f32s x) {
   store16(bf, part, x);
   memcpy(row, part, (n - i) * size_of(bf));
 }
-
 // The lanes of v in another order, and lanes of two vectors picked into one.
 #define PICK(v, w, ...) __builtin_shufflevector(v, w, __VA_ARGS__)
 // Sum or maximum of 16 lanes, always folded in the same order: 16 -> 8 -> 4 -> 2 -> 1.
@@ -1408,7 +1275,6 @@ INLINE void put(int bf, char *row, long i, long n, f32s x) {
 #define PLUS(a, b) ((a) + (b))
 INLINE float lanes_sum(f32s v) { FOLD(v, PLUS); return v[0]; }
 INLINE float lanes_max(f32s v) { FOLD(v, larger); return v[0]; }
-
 // e^x = 2^n e^r with |r| <= ln(2)/2: a polynomial for e^r, and n written into the exponent bits.
 // Relative error 2e-7. Below -87 it is exactly 0, so that a masked score has exactly no weight.
 INLINE f32s exp16(f32s x) {
@@ -1420,10 +1286,9 @@ INLINE f32s exp16(f32s x) {
   f32s power = (f32s)((__builtin_convertvector(n, i32s) + 127) << 23);
   return where(x < -87.f, splat(0.f), p * power);
 }
-
 // ---- the team -----------------------------------------------------------------------------------
-// All threads run the same operator; each takes the next ticket until none is left. A thread that
-// wakes late (sleeping threads need 50 us) or has to share its core just takes fewer tickets.
+// All threads run one operator; each takes the next ticket until none is left. A thread that wakes
+// late (sleeping threads need 50 us) or has to share its core just takes fewer.
 typedef struct { atomic_long ticket; atomic_int waiting, turn; float *shared; } Team;
 INLINE long next(Team *t) { return atomic_fetch_add(&t->ticket, 1); }
 static void barrier(Team *t) {
@@ -1436,8 +1301,7 @@ static void barrier(Team *t) {
     for (long spins = 0; atomic_load(&t->turn) == turn; spins++) if (spins > 2000) sched_yield();
   }
 }
-// Working memory: growing buffers of each thread, kept between calls. Callers on different threads
-// do not meet.
+// Working memory: growing buffers of each thread, kept between calls. Callers do not meet.
 typedef struct { char *p; size_t size; } Buffer;
 static _Thread_local Buffer own, common;
 static char *room(Buffer *b, size_t size) {
@@ -1452,7 +1316,6 @@ static char *room(Buffer *b, size_t size) {
 #define EACH_ROW(m, M, width) \
   for (long b_, n_ = 1 + 16384 / (width); (b_ = next(t) * n_) < (M);) \
     for (long m = b_; m < least(M, b_ + n_); m++)
-
 // ---- elementwise --------------------------------------------------------------------------------
 // Row m of x starts at m / inner * ldx + m % inner * E: heads that lie inside qkv need no copy. The
 // residual is fp32: x is added to it in place, and the norm of the sum is what comes out.
@@ -1535,14 +1398,13 @@ INLINE void argmax(int bf, Team *t, const char *x, int64_t *out, long S, long V,
     out[m] = at < V ? at : 0;  // a row of NaN has no largest element
   }
 }
-
 // ---- the inner loop of every matrix product -----------------------------------------------------
 // c[R][32] = x[R][K] @ panel, where a panel holds 32 columns of the right-hand matrix k by k:
 //     fp32  [K][32]        k=0: columns 0..31 | k=1: columns 0..31 | ..
 //     bf16  [K/2][32][2]   two consecutive k of a column side by side, as the dot instruction wants
 // The panel is one stream of memory, read once. A product with one row (a GEMV) is nothing but that
-// stream: two flops per weight, while a core could do a hundred until the next weight arrives.
-// Up to 8 rows use a panel vector from its register. c sums over k in the same order for every R.
+// stream: two flops per weight, while a core could do a hundred until the next one arrives. Up to 8
+// rows use a panel vector from its register. c sums over k in the same order for every R.
 INLINE f32s dot2(f32s acc, u32s w, u32s x) {
 #ifdef __AVX512BF16__  // 32 multiply-adds in one instruction, which no compiler finds by itself
   return (f32s)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
@@ -1556,12 +1418,6 @@ INLINE f32s multiply_add(int bf, f32s acc, u32s w, const char *x) {  // x: one w
   if (bf) return dot2(acc, w, b);
   return acc + (f32s)w * (f32s)b;
 }
-#ifdef __AVX512F__
-enum { ROWS = 8 };  // 8 rows x 2 sums and 2 panel vectors, in 32 registers
-#else
-enum { ROWS = 2 };
-#endif
-enum { NC = 32 };
 INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long K,
                  f32s c[ROWS][2]) {
   for (int r = 0; r < R; r++) c[r][0] = c[r][1] = (f32s){};
@@ -1578,7 +1434,6 @@ INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long
 #define WITH_R(rows, f, ...) switch (least(rows, ROWS)) { \
   ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) \
   ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
-
 // ---- linear layers ----------------------------------------------------------------------------
 // out[T][N] = x[T][K] @ w^T + bias, w in bf16. An fp32 x is split into two bf16 numbers, x = high +
 // low, and multiplied twice: 16 bits of x count, and at few rows, where reading w takes the time,
@@ -1618,18 +1473,14 @@ INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bi
              low + m * ldx * 2, ldx, K, bias, out + m * N * size_of(bf_out), p * NC, N)
   }
 }
-
 // ---- attention over the paged cache: one chunk --------------------------------------------------
 // Positions are taken in chunks of 128. Each chunk is a complete small attention: the largest score
 // m, the sum l of e^(s-m), and o, the sum of e^(s-m) v. Two such results merge into one:
 //     m = max(m1, m2)    l = l1 e^(m1-m) + l2 e^(m2-m)    o = o1 e^(m1-m) + o2 e^(m2-m)
-// and the answer is o / l. That is the *online softmax* (Milakov and Gimelshein 2018): no second
-// pass over the scores, never a matrix of them in memory. Merging as one goes is FlashAttention;
-// chunks computed by other threads and merged at the end are flash-decoding. Here both do the same
-// operations in the same order, hence the same bits.
-enum { CHUNK = 128 };
+// and the answer is o / l: the *online softmax* (Milakov and Gimelshein 2018). Merging as one goes
+// is FlashAttention; chunks computed by other threads and merged at the end are flash-decoding.
+// Here both do the same operations in the same order, hence the same bits.
 static const float NEVER = -1e30f;  // a score that is not seen; finite: NEVER - NEVER is not NaN
-
 // Where the rows of a chunk lie. While one chunk is computed the next is asked for, a few rows at a
 // time: memory answers after hundreds of cycles, and blocks lie anywhere.
 typedef struct { const char *k[CHUNK], *v[CHUNK]; long n, fetched, bytes; } Rows;
@@ -1649,29 +1500,22 @@ static __attribute__((noinline)) u32s last_words(const char *p, long bytes) {
 INLINE u32s words(const char *p, long bytes) {
   return bytes >= 64 ? *(const u32s *)p : last_words(p, bytes);
 }
-// Keys: 16 words of 16 positions, turned so that a vector holds one word of every position.
+// Keys: 16 words of 16 positions, turned so that a vector holds one word of every position. Each
+// round of SWAP mixes the rows that are n apart; the first two leave words 4i+1 and 4i+2 exchanged.
+#define SWAP(n, LOW, HIGH) for (int i = 0; i < 16; i++) if (!(i & n)) { \
+  u32s x = a[i], y = a[i + n]; a[i] = PICK(x, y, LOW); a[i + n] = PICK(x, y, HIGH); }
+#define LOW32 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define HIGH32 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define LOW64 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH64 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define EVEN128 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define ODD128 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
 INLINE void transpose16(u32s *a) {
-  u32s b[16];
 #ifdef __AVX512F__  // gcc 12 makes 256 scalar moves of the loops below
-#define LOW32(x, y) PICK(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
-#define HIGH32(x, y) PICK(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
-#define LOW64(x, y) PICK(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-#define HIGH64(x, y) PICK(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
-#define EVEN128(x, y) PICK(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-#define ODD128(x, y) PICK(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = LOW32(a[i], a[i + 1]); b[i + 1] = HIGH32(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) for (int j = 0; j < 2; j++) {
-    a[i + 2 * j] = LOW64(b[i + j], b[i + j + 2]); a[i + 2 * j + 1] = HIGH64(b[i + j], b[i + j + 2]);
-  }
-  for (int i = 0; i < 16; i += 8) for (int j = 0; j < 4; j++) {
-    b[i + j] = EVEN128(a[i + j], a[i + j + 4]); b[i + j + 4] = ODD128(a[i + j], a[i + j + 4]);
-  }
-  for (int j = 0; j < 8; j++) {
-    a[j] = EVEN128(b[j], b[j + 8]); a[j + 8] = ODD128(b[j], b[j + 8]);
-  }
+  SWAP(1, LOW32, HIGH32) SWAP(2, LOW64, HIGH64) SWAP(4, EVEN128, ODD128) SWAP(8, EVEN128, ODD128)
+  for (int i = 1; i < 16; i += 4) { u32s x = a[i]; a[i] = a[i + 1]; a[i + 1] = x; }
 #else
+  u32s b[16];
   memcpy(b, a, sizeof b);
   for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++)
     ((word *)a)[i * 16 + j] = ((word *)b)[j * 16 + i];
@@ -1716,8 +1560,7 @@ static __attribute__((noinline)) void merge(float *to, float m1, float l1, const
   to[1] = to[1] * old[0] + l1 * new[0];
 }
 // Scores s[n] of one row become weights e^(s-m) in p; returns their sum. The row sees from..to-1.
-INLINE float softmax(int bf, float *s, long n, int from, int to, float softcap, float *m,
-                     char *p) {
+INLINE float softmax(int bf, float *s, long n, int from, int to, float softcap, float *m, char *p) {
   const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32s top = splat(NEVER), sum = {};
   for (long t = 0; t < n; t += 16) {
@@ -1737,22 +1580,14 @@ INLINE float softmax(int bf, float *s, long n, int from, int to, float softcap, 
   }
   return lanes_sum(sum);
 }
-// The scores and the weighted values of R query rows from packed panels ..
-INLINE void scores(int R, int bf, const char *keys, const char *q, long DP, long D, long n,
-                   float (*s)[CHUNK]) {
+// R rows of x times packed panels, for both products of a prompt's chunk ..
+INLINE void times_panels(int R, int bf, const char *panels, const char *x, long ld, long K,
+                         long columns, float *out, long ldo) {
   f32s c[ROWS][2];
-  for (long t = 0; t < n; t += NC) {
-    tile(bf, R, keys + t * DP * size_of(bf), q, DP, round_up(D, 2), c);
+  for (long n = 0; n < columns; n += NC) {
+    tile(bf, R, panels + n * ld * size_of(bf), x, ld, K, c);
     for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++)
-      *(f32s *)(s[r] + t + 16 * j) = c[r][j];
-  }
-}
-INLINE void weigh(int R, int bf, const char *values, const char *p, long DP, long n, float *o) {
-  f32s c[ROWS][2];
-  for (long d = 0; d < DP; d += NC) {
-    tile(bf, R, values + d * CHUNK * size_of(bf), p, CHUNK, n, c);
-    for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++)
-      *(f32s *)(o + r * DP + d + 16 * j) = c[r][j];
+      *(f32s *)(out + r * ldo + n + 16 * j) = c[r][j];
   }
 }
 // .. and straight from the cache, for a decode step: a word is used once, so storing it would not
@@ -1760,8 +1595,7 @@ INLINE void weigh(int R, int bf, const char *values, const char *p, long DP, lon
 INLINE void scores_direct(int R, int bf, Rows *now, Rows *ahead, const char *q, long DP, long D,
                           float (*s)[CHUNK]) {
   for (long t = 0; t < now->n; t += 16) {
-    f32s c[ROWS];
-    for (int r = 0; r < R; r++) c[r] = (f32s){};
+    f32s c[ROWS] = {};
     for (long d = 0; d < D; d += 64 / size_of(bf)) {
       u32s w[16];
       key_words(bf, now->k + t, d, D, w);
@@ -1775,8 +1609,7 @@ INLINE void scores_direct(int R, int bf, Rows *now, Rows *ahead, const char *q, 
 INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, long DP, long D,
                          float *o) {
   for (long d = 0; d < DP; d += 2 * NC) {
-    f32s c[ROWS][4];
-    for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++) c[r][j] = (f32s){};
+    f32s c[ROWS][4] = {};
     for (long t = 0; t < now->n; t += bf ? 2 : 1) {
       u32s w[4];
       value_words(bf, now->v + t, d, D, w);
@@ -1791,7 +1624,7 @@ INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, l
 }
 typedef struct {
   const char *q; char *out; Cache c; const int32_t *start, *lens, *table;
-  long S, ld_table, H, KH, D, DP, ldq, window; float scale, softcap;
+  long S, ld_table, H, KH, D, ldq, window; float scale, softcap; long G, DP, split, items;
 } Attn;
 typedef struct { const char *keys, *values; Rows *now, *ahead; } Chunk;
 // `rows` query rows, padded to R, against one chunk; row r sees from[r]..to[r]-1.
@@ -1800,49 +1633,43 @@ INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, con
   float s[ROWS][CHUNK], o[ROWS * a->DP], m[ROWS], l[ROWS];
   char p[ROWS * CHUNK * 4];
   if (direct) scores_direct(R, bf, c->now, c->ahead, q, a->DP, a->D, s);
-  else scores(R, bf, c->keys, q, a->DP, a->D, n, s);
+  else times_panels(R, bf, c->keys, q, a->DP, round_up(a->D, 2), n, s[0], CHUNK);
   for (int r = 0; r < R; r++) {
     for (long t = 0; t < n; t += 16) *(f32s *)(s[r] + t) *= a->scale;
     l[r] = softmax(bf, s[r], n, from[r], to[r], a->softcap, m + r, p + r * CHUNK * size_of(bf));
   }
   if (direct) weigh_direct(R, bf, c->now, c->ahead, p, a->DP, a->D, o);
-  else weigh(R, bf, c->values, p, a->DP, n, o);
+  else times_panels(R, bf, c->values, p, CHUNK, n, a->DP, o, a->DP);
   for (int r = 0; r < rows; r++) merge(state + r * (a->DP + 2), m[r], l[r], o + r * a->DP, a->DP);
 }
-
 // ---- attention over the paged cache: the whole step ---------------------------------------------
 // An item is some tokens of one sequence (up to 128 query rows) against one kv head, or all of them
 // when the tokens are few, which reads the cache in order. Rows of an item go by kv head, then
 // token, then query head of the group. Few items are cut further, one per chunk (`split`).
 typedef struct { long s, h, heads, r0, r1, c0, c1, first; float *part; } Item;
-INLINE long most_rows(const Attn *a) { return most(128, a->H / a->KH); }
-INLINE long rows_of(const Attn *a, const Item *w) {
-  return (w->r1 - w->r0) * (a->H / a->KH) * w->heads;
-}
+INLINE long most_rows(const Attn *a) { return most(128, a->G); }
+INLINE long rows_of(const Attn *a, const Item *w) { return (w->r1 - w->r0) * a->G * w->heads; }
 INLINE long row_at(const Attn *a, const Item *w, long i, long per_token) {  // where row i begins
-  long G = a->H / a->KH, R = (w->r1 - w->r0) * G;
+  long G = a->G, R = (w->r1 - w->r0) * G;
   return (a->start[w->s] + w->r0 + i % R / G) * per_token + ((w->h + i / R) * G + i % G) * a->D;
 }
 INLINE long row_pos(const Attn *a, long s, long row) {  // token `row` of this step's tokens of s
   return a->lens[s] - (a->start[s + 1] - a->start[s]) + row;
 }
-INLINE long first_seen(const Attn *a, long pos) {
-  return a->window ? most(0, pos - a->window + 1) : 0;
-}
-
+INLINE long first_seen(const Attn *a, long p) { return a->window ? most(0, p - a->window + 1) : 0; }
 // Fills w (when given) with the work items and returns their count.
-static long plan(const Attn *a, int split, Item *w, float *part) {
-  long count = 0, tokens = most(1, 128 / (a->H / a->KH));
+static long plan(const Attn *a, Item *w, float *part) {
+  long count = 0, tokens = most(1, 128 / a->G);
   for (long s = 0; s < a->S; s++) {
     long L = a->start[s + 1] - a->start[s], heads = L * a->H <= 128 ? a->KH : 1;
     for (long r0 = 0; r0 < L; r0 += tokens) {
       long r1 = least(L, r0 + tokens), end = row_pos(a, s, r1 - 1) + 1;
       long c0 = first_seen(a, row_pos(a, s, r0)) / CHUNK, c1 = most(c0, (end + CHUNK - 1) / CHUNK);
-      long step = split ? 1 : most(1, c1 - c0);  // an empty sequence is one item without chunks
+      long step = a->split ? 1 : most(1, c1 - c0);  // an empty sequence: one item without chunks
       for (long h = 0; h < a->KH; h += heads)
         for (long c = c0; c < c1 || c == c0; c += step, count++) if (w) {
           w[count] = (Item){s, h, heads, r0, r1, c, least(c + step, c1), c == c0, part};
-          if (split) part += rows_of(a, w + count) * (a->DP + 2);
+          if (a->split) part += rows_of(a, w + count) * (a->DP + 2);
         }
     }
   }
@@ -1872,9 +1699,7 @@ INLINE void find_rows(int bf, const Attn *a, const Item *w, long h, long c, long
                       const char *zeros, Rows *r) {
   long from = most(c * CHUNK, lo), offset = from % a->c.BS;
   const int32_t *block_id = a->table + w->s * a->ld_table + from / a->c.BS;
-  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC);
-  r->fetched = 0;
-  r->bytes = a->D * size_of(bf);
+  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC); r->fetched = 0; r->bytes = a->D * size_of(bf);
   for (long t = 0; t < r->n; t++) {
     r->k[t] = r->v[t] = zeros;
     if (c * CHUNK + t < lo || c * CHUNK + t >= hi) continue;
@@ -1884,22 +1709,19 @@ INLINE void find_rows(int bf, const Attn *a, const Item *w, long h, long c, long
     if (++offset == a->c.BS) { offset = 0; block_id++; }
   }
 }
-INLINE size_t space_of(int bf, const Attn *a) {  // key and value panels, queries, rows of zeros
-  return round_up((2 * CHUNK + most_rows(a) + ROWS) * a->DP * size_of(bf), 64);
-}
 // All query rows of head h of an item against one chunk, at most ROWS at a time.
 INLINE void run_chunk(int bf, const Attn *a, const Item *w, long h, long c, const Chunk *ch,
                       const char *q, float *state) {
-  long G = a->H / a->KH, R = (w->r1 - w->r0) * G, n = ch->now->n, z = size_of(bf);
+  long R = (w->r1 - w->r0) * a->G, n = ch->now->n;
   for (long i = 0; i < R; i += ROWS) {
     int from[ROWS] = {0}, to[ROWS] = {0}, last = 0;
     for (long r = 0; r < least(ROWS, R - i); r++) {
-      long pos = row_pos(a, w->s, w->r0 + (i + r) / G);
+      long pos = row_pos(a, w->s, w->r0 + (i + r) / a->G);
       from[r] = least(CHUNK, most(0, first_seen(a, pos) - c * CHUNK));
       to[r] = least(n, pos + 1 - c * CHUNK);
       last = most(last, to[r]);
     }
-    const char *qi = q + (h * R + i) * a->DP * z;
+    const char *qi = q + (h * R + i) * a->DP * size_of(bf);
     float *st = state + (h * R + i) * (a->DP + 2);
     if (bf && R <= ROWS) WITH_R(R, attend, bf, 1, a, ch, qi, R, n, from, to, st)
     else if (last)
@@ -1927,23 +1749,19 @@ INLINE void run_item(int bf, const Attn *a, const Item *w, char *space, float *s
     run_chunk(bf, a, w, h, c, &ch, q, state);
   }
 }
-static int few(const Attn *a, int threads) { return threads > 1 && plan(a, 0, 0, 0) < 4 * threads; }
-static size_t shared_space(const Attn *a, int threads) {  // partial results when the call is split
-  return few(a, threads) ? plan(a, 1, 0, 0) * most_rows(a) * (a->DP + 2) * 4 : 0;
-}
 INLINE void attention(int bf, Team *t, const Attn *a) {
-  int split = few(a, omp_get_num_threads());
-  long n = plan(a, split, 0, 0), row = a->DP + 2;
-  size_t space = space_of(bf, a), state_size = round_up(most_rows(a) * row * 4, 64);
+  long n = a->items, row = a->DP + 2, state_size = round_up(most_rows(a) * row * 4, 64);
+  // Of this thread: key and value panels, queries, rows of zeros; then the state, then the items.
+  long space = round_up((2 * CHUNK + most_rows(a) + ROWS) * a->DP * size_of(bf), 64);
   char *mine = room(&own, space + state_size + n * sizeof(Item));
   float *state = (float *)(mine + space);
   Item *w = (Item *)(mine + space + state_size);
-  plan(a, split, w, t->shared);
+  plan(a, w, t->shared);
   for (long i; (i = next(t)) < n;) {
-    run_item(bf, a, w + i, mine, split ? w[i].part : state);
-    if (!split) finish(bf, a, w + i, state);
+    run_item(bf, a, w + i, mine, a->split ? w[i].part : state);
+    if (!a->split) finish(bf, a, w + i, state);
   }
-  if (!split) return;
+  if (!a->split) return;
   barrier(t);
   for (long i; (i = next(t)) < n;) if (w[i].first) {
     long rows = rows_of(a, w + i);
@@ -1955,43 +1773,38 @@ INLINE void attention(int bf, Team *t, const Attn *a) {
     finish(bf, a, w + i, state);
   }
 }
-
 // ---- entry --------------------------------------------------------------------------------------
 // An Op is one operator call as data: the wrappers below fill it. ns is the estimated time on one
 // thread; less than it takes to wake another is done by the caller alone.
 enum { NORM, SILU, ROPE, ARGMAX, ATTENTION, LINEAR };
 typedef struct { int64_t kind, bf, ns; char *p[8]; int64_t n[15]; double f[2]; } Op;
-INLINE Attn attn_of(const Op *o) {
-  char *const *p = o->p;
-  const int64_t *n = o->n;
-  return (Attn){p[0], p[1], {p[2], n[0], n[1], n[2], n[3], n[4]}, (int32_t *)p[3], (int32_t *)p[4],
-    (int32_t *)p[5], n[5], n[6], n[7], n[8], n[9], round_up(n[9], NC), n[10], n[11],
-    o->f[0], o->f[1]};
-}
-#define BOTH(f, ...) if (o->bf) f(1, __VA_ARGS__); else f(0, __VA_ARGS__); break
-static void execute(Team *t, const Op *o, const Attn *a) {
-  char *const *p = o->p;
-  const int64_t *n = o->n;
-  switch (o->kind) {
-    case NORM: BOTH(rms_norm, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4], o->f[0]);
-    case SILU: BOTH(silu_mul, t, p[0], p[1], n[0], n[1], n[2]);
-    case ROPE: BOTH(rope_store, t, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
-                    ((Cache){p[4], n[0], n[1], n[2], n[3], n[4]}), n[6], n[7], n[8], n[9], n[10],
-                    n[11], n[12]);
-    case ARGMAX: BOTH(argmax, t, p[0], (int64_t *)p[1], n[0], n[1], n[2]);
-    case ATTENTION: BOTH(attention, t, a);
-    case LINEAR: BOTH(linear, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4]);
-  }
-}
+#define BOTH(f, ...) if (o->bf) f(1, &t, __VA_ARGS__); else f(0, &t, __VA_ARGS__); break
 void run(const Op *o) {
   int threads = o->ns < 60000 ? 1 : omp_get_max_threads();
+  char *const *p = o->p;
+  const int64_t *n = o->n;
   Attn a = {0};
-  size_t shared = 0;
-  if (o->kind == ATTENTION) { a = attn_of(o); shared = shared_space(&a, threads); }
-  if (o->kind == LINEAR && !o->bf) shared = o->n[0] * o->n[2] * 4;
-  Team team = {.shared = (float *)room(&common, shared)};
+  size_t shared = o->kind == LINEAR && !o->bf ? n[0] * n[2] * 4 : 0;  // x in two parts
+  if (o->kind == ATTENTION) {
+    a = (Attn){p[0], p[1], {p[2], n[0], n[1], n[2], n[3], n[4]}, (int32_t *)p[3], (int32_t *)p[4],
+               (int32_t *)p[5], n[5], n[6], n[7], n[8], n[9], n[10], n[11], o->f[0], o->f[1],
+               n[7] / n[8], round_up(n[9], NC), 0, 0};
+    a.split = threads > 1 && plan(&a, 0, 0) < 4 * threads;
+    a.items = plan(&a, 0, 0);
+    if (a.split) shared = a.items * most_rows(&a) * (a.DP + 2) * 4;  // partial results
+  }
+  Team t = {.shared = (float *)room(&common, shared)};
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  execute(&team, o, &a);
+  switch (o->kind) {
+    case NORM: BOTH(rms_norm, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4], o->f[0]);
+    case SILU: BOTH(silu_mul, p[0], p[1], n[0], n[1], n[2]);
+    case ROPE: BOTH(rope_store, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
+                    ((Cache){p[4], n[0], n[1], n[2], n[3], n[4]}), n[6], n[7], n[8], n[9], n[10],
+                    n[11], n[12]);
+    case ARGMAX: BOTH(argmax, p[0], (int64_t *)p[1], n[0], n[1], n[2]);
+    case ATTENTION: BOTH(attention, &a);
+    case LINEAR: BOTH(linear, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4]);
+  }
 }
 """
 C_FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
@@ -1999,15 +1812,12 @@ C_FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fn
 if platform.machine() in ("x86_64", "AMD64"):
     C_FLAGS.append("-mprefer-vector-width=512")     # gcc prefers 256 bits on CPUs that have 512
 
-
 @functools.lru_cache(maxsize=1)
 def c_library():
     """(the compiled library, None), or (None, one sentence saying why there is none); never raises.
-
     $CC names the compiler, cc by default; NANOSERVE_NO_C=1 turns all of this off. The file is kept
     in $XDG_CACHE_HOME/nanoserve or ~/.cache/nanoserve under a hash of the source, the flags and the
-    compiler's predefined macros: these name its version and every instruction set of this CPU.
-    """
+    compiler's predefined macros: these name its version and every instruction set of this CPU."""
     if os.environ.get("NANOSERVE_NO_C") == "1":
         return None, "NANOSERVE_NO_C=1 is set"
     try:
@@ -2027,11 +1837,8 @@ def c_library():
     except Exception as e:      # a folder, a linker, an ABI: whatever it is, the references can run
         return None, f"no C library could be built: {e}"
 
-
 def _compiler(cc, *args):
-    """Standard output of the compiler with our flags; CalledProcessError when it fails."""
     return subprocess.run([*cc, *C_FLAGS, *args], capture_output=True, check=True).stdout
-
 
 def _build(cc, file):
     """Compile under a name of its own, then rename: another process sees the whole file or none."""
@@ -2042,37 +1849,25 @@ def _build(cc, file):
         _compiler(cc, str(source), "-o", str(built), "-lm")
         os.replace(built, file)
 
-
-def _record(kind, pointers, numbers, floats):
-    """A function that packs the C struct Op: kind, bf, ns, 8 pointers, 15 integers, 2 floats.
-
-    It is called as f(bf, ns, *pointers, *numbers, *floats) and runs the operator; what a kind does
-    not use stays zero. Packing bytes takes 0.5 us, ctypes with twenty arguments several times as
-    long, and a decode step makes two hundred of these calls.
-    """
+def _record(kind, pointers, numbers, floats=0):
+    """A function f(bf, ns, *pointers, *numbers, *floats) that runs an operator of the C library.
+    It packs the struct Op; what a kind does not use stays zero. Packing bytes takes 0.5 us, ctypes
+    with twenty arguments several times as long, and a decode step makes two hundred of these."""
     pack = struct.Struct(f"3q{pointers}q{64 - 8 * pointers}x{numbers}q{120 - 8 * numbers}x"
                          f"{floats}d{16 - 8 * floats}x").pack
     return lambda *values: c_library()[0].run(pack(kind, *values))
 
-
-_run_norm = _record(0, 4, 5, 1)
-_run_silu = _record(1, 2, 3, 0)
-_run_rope = _record(2, 5, 13, 0)
-_run_argmax = _record(3, 2, 3, 0)
-_run_attention = _record(4, 6, 12, 2)
-_run_linear = _record(5, 4, 5, 0)
+_run_norm, _run_silu, _run_rope = _record(0, 4, 5, 1), _record(1, 2, 3), _record(2, 5, 13)
+_run_argmax, _run_attention, _run_linear = _record(3, 2, 3), _record(4, 6, 12, 2), _record(5, 4, 5)
 _BF16 = torch.bfloat16
 
-
 def rms_norm_c(x, weight, eps, residual=None):
-    """x (T, E) or (T, H, D), fp32 or bf16 -> its norm, same shape and dtype. See rms_norm."""
+    """See rms_norm; x fp32 or bf16."""
     inner, E = (1, x.shape[1]) if x.ndim == 2 else x.shape[1:]
     if x.stride(-1) != 1 or (inner > 1 and x.stride(1) != E):
         x = x.contiguous()
     if weight.dtype is not _BF16 and weight.dtype is not torch.float32:
         weight = weight.float()
-    if residual is not None and not (residual.dtype is torch.float32 and residual.is_contiguous()):
-        raise ValueError("rms_norm: the residual must be fp32 and contiguous")
     rows = x.shape[0] * inner
     out = torch.empty(x.shape, dtype=x.dtype)
     _run_norm(x.dtype is _BF16, rows * E // 2, x.data_ptr(), weight.data_ptr(),
@@ -2080,88 +1875,63 @@ def rms_norm_c(x, weight, eps, residual=None):
               rows, inner, E, x.stride(0), weight.dtype is _BF16, eps)
     return out
 
-
 def silu_mul_c(gate_up):
-    """gate_up (T, 2F), fp32 or bf16 -> silu(gate) * up (T, F)."""
-    if gate_up.stride(1) != 1:
-        gate_up = gate_up.contiguous()
+    """See silu_mul; gate_up fp32 or bf16."""
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((T, F), dtype=gate_up.dtype)
-    _run_silu(gate_up.dtype is _BF16, T * F // 3, gate_up.data_ptr(), out.data_ptr(),
-              T, F, gate_up.stride(0))
+    _run_silu(gate_up.dtype is _BF16, T * F // 3, gate_up.data_ptr(), out.data_ptr(), T, F,
+              gate_up.stride(0))
     return out
-
 
 def rope_store_kv_c(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
-    """Rotate q and k inside qkv (T, (H+2*KH)*D), store k and v in the cache; q (T, H, D)."""
-    T, width = qkv.shape
-    data = kv.data
-    if qkv.stride(1) != 1 or data.dtype is not qkv.dtype or data.stride(4) != 1:
-        raise ValueError("rope_store_kv: the C member needs dense rows and a cache of qkv's dtype")
-    plane, block, token, head, _ = data.stride()
+    """See rope_store_kv; qkv and cache both fp32 or both bf16."""
+    (T, width), data = qkv.shape, kv.data
+    require(qkv.stride(1) == 1 and data.dtype is qkv.dtype and data.stride(4) == 1,
+            "rope_store_kv: the C member needs dense rows and a cache of qkv's dtype, not", data)
     _run_rope(qkv.dtype is _BF16, T * width, qkv.data_ptr(), cos_sin.data_ptr(),
-              positions.data_ptr(), slot_mapping.data_ptr(), data.data_ptr(),
-              plane, block, token, head, data.shape[2], positions.dtype is torch.int64,
-              T, H, KH, D, qkv.stride(0), cos_sin.shape[1], interleaved)
+              positions.data_ptr(), slot_mapping.data_ptr(), data.data_ptr(), *data.stride()[:4],
+              data.shape[2], positions.dtype is torch.int64, T, H, KH, D, qkv.stride(0),
+              cos_sin.shape[1], interleaved)
     return qkv[:, :H * D].unflatten(1, (H, D))
 
-
 def argmax_c(logits):
-    """logits (S, V), fp32 or bf16 -> int64 (S,): lowest index of the largest; NaN is ignored."""
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    """See argmax; logits fp32 or bf16. NaN is ignored."""
     S, V = logits.shape
     out = torch.empty(S, dtype=torch.int64)
-    _run_argmax(logits.dtype is _BF16, S * V // 16, logits.data_ptr(), out.data_ptr(),
-                S, V, logits.stride(0))
+    _run_argmax(logits.dtype is _BF16, S * V // 16, logits.data_ptr(), out.data_ptr(), S, V,
+                logits.stride(0))
     return out
 
-
 def attention_c(q, kv, meta, scale, window=0, softcap=0.0):
-    """q (T, H, D) over the paged cache -> (T, H, D). Query and cache both fp32 or both bf16.
-
-    Prompts, chunks of prompts and decode rows in one call; any head width, group and block size.
-    """
-    T, H, D = q.shape
-    data, table, S = kv.data, meta.block_table, meta.seq_lens.shape[0]
-    if q.stride(2) != 1 or q.stride(1) != D:
-        q = q.contiguous()
-    if data.dtype is not q.dtype or data.stride(4) != 1:
-        raise ValueError("attention: the C member needs a cache of the dtype of q")
+    """q (T, H, D) over the paged cache -> (T, H, D). Query and cache both fp32 or both bf16, heads
+    of q contiguous. Prompts, chunks and decode rows in one call; any width, group, block size."""
+    (T, H, D), data, table, S = q.shape, kv.data, meta.block_table, meta.seq_lens.shape[0]
+    require(data.dtype is q.dtype and data.stride(4) == 1,
+            "attention: the C member needs a cache of the dtype of q, not", data)
     out = torch.empty((T, H, D), dtype=q.dtype)
-    plane, block, token, head, _ = data.stride()
     KH = data.shape[3]
     ns = D * meta.max_seq_len * (T * H // 50 + S * KH * 3 // 4)      # arithmetic, and cache reads
     _run_attention(q.dtype is _BF16, ns, q.data_ptr(), out.data_ptr(), data.data_ptr(),
                    meta.query_start_loc.data_ptr(), meta.seq_lens.data_ptr(), table.data_ptr(),
-                   plane, block, token, head, data.shape[2], S, table.stride(0), H, KH, D,
-                   q.stride(0), window, scale, softcap)
+                   *data.stride()[:4], data.shape[2], S, table.stride(0), H, KH, D, q.stride(0),
+                   window, scale, softcap)
     return out
-
 
 def pack_linear(weight):
     """weight (N, K) -> bf16 panels (N/32, K/2, 32, 2) for linear_c, N padded with zeros; K even.
-
     A panel is 32 output columns, k by k and two k at a time, in the order in which the inner loop
-    reads them. As many bytes as the weight itself, which is no longer needed.
-    """
+    reads them. As many bytes as the weight itself, which is no longer needed."""
     N, K = weight.shape
-    if K % 2:
-        raise ValueError(f"pack_linear: the input width must be even, not {K}")
-    padded = torch.nn.functional.pad(weight.to(_BF16), (0, 0, 0, -N % 32))
+    require(K % 2 == 0, f"pack_linear: the input width must be even, not {K}")
+    padded = F.pad(weight.to(_BF16), (0, 0, 0, -N % 32))
     return padded.view(-1, 32, K // 2, 2).transpose(1, 2).contiguous()
-
 
 def linear_c(x, packed, N, K, bias=None, dtype=None):
     """x (T, K) times the weight (N, K) that pack_linear packed, plus bias (N,) -> (T, N).
-
-    x and bias bf16, out bf16 or, with dtype, fp32; or all three fp32, at the price of two products.
-    """
-    panels, dtype = -(-N // 32), dtype or x.dtype
-    if x.shape[1] != K or packed.shape[:2] != (panels, K // 2):
-        raise ValueError(f"linear: x {tuple(x.shape)}, weight ({N}, {K}) as {tuple(packed.shape)}")
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x and bias bf16, out bf16 or, with dtype, fp32; or all three fp32, which costs two products."""
+    x, dtype = x if x.stride(1) == 1 else x.contiguous(), dtype or x.dtype
+    require(x.shape[1] == K and packed.shape[:2] == (-(-N // 32), K // 2), "linear: x", x, "weight",
+            (N, K), "as", packed)
     T, bf = x.shape[0], x.dtype is _BF16
     out = torch.empty((T, N), dtype=dtype)
     ns = N * K // 16 + (2 - bf) * T * N * K // 250       # reading the weights, and arithmetic
@@ -2185,7 +1955,6 @@ def linear_c(x, packed, N, K, bias=None, dtype=None):
 
 C_DTYPES = (torch.bfloat16, torch.float32)
 
-
 @dataclass
 class Kernel:
     """One operation and its members; a missing member is None."""
@@ -2194,102 +1963,74 @@ class Kernel:
     c: Callable | None = None
     executed: Counter = field(default_factory=Counter)
 
-
-def require(condition, *parts):
-    """Raise ValueError with the parts joined when the condition fails."""
-    if not condition:
-        raise ValueError(" ".join(str(p) for p in parts))
-
-
 def run_member(name, x, *args, c_fits=True):
-    """Run operation `name` with the member that fits tensor x, and count it."""
+    """Run operation `name` on (x, *args) with the member that fits tensor x, and count it."""
     kernel = KERNELS[name]
-    if FORCE:
-        member = FORCE
-    elif x.is_cuda:
-        member = "triton"
-    else:
+    member = FORCE or ("triton" if x.is_cuda else None)
+    if member is None:
         native = kernel.c and c_fits and x.dtype in C_DTYPES and c_library()[0]
         member = "c" if native else "torch"
     fn = kernel.ref if member == "torch" else getattr(kernel, member)
     require(fn, f"{name}: no {member} member on this machine")
     kernel.executed[member] += 1
-    return fn(*args)
-
+    return fn(x, *args)
 
 def rms_norm(x, weight, eps, residual=None):
-    """Norm of the last dimension of x, (T, E) or (T, heads, D), in x's dtype.
-
-    With residual (same shape, fp32, contiguous): residual += x in place, and the norm of the sum is
-    returned. Why fp32: the stream adds up two contributions per layer, and 60 roundings to bf16
-    decide near ties. Every row's last dimension must be contiguous; rows may be strided (q inside
-    qkv).
-    """
-    require(x.dim() in (2, 3) and x.stride(-1) == 1, "rms_norm: x", tuple(x.shape), x.stride())
-    require(weight.shape == x.shape[-1:], "rms_norm: weight", tuple(weight.shape), "x",
-            tuple(x.shape))
-    if residual is not None:
-        require(residual.shape == x.shape and residual.dtype == torch.float32
-                and residual.is_contiguous(), "rms_norm: residual", tuple(residual.shape),
-                residual.dtype)
-    return run_member("rms_norm", x, x, weight, eps, residual)
-
+    """Norm of the last dimension of x, (T, E) or (T, heads, D), in x's dtype. With residual (same
+    shape, fp32, contiguous): residual += x in place, and the norm of the sum is returned. Rows may
+    be strided (q inside qkv), their elements not.
+    Why: an fp32 stream. It adds up two contributions per layer; 60 roundings to bf16 decide near
+      ties."""
+    require(x.dim() in (2, 3) and x.stride(-1) == 1, "rms_norm: x", x, x.stride())
+    require(weight.shape == x.shape[-1:], "rms_norm: weight", weight, "x", x)
+    require(residual is None or residual.shape == x.shape and residual.dtype == torch.float32
+            and residual.is_contiguous(), "rms_norm: residual", residual, "x", x)
+    return run_member("rms_norm", x, weight, eps, residual)
 
 def silu_mul(gate_up):
     """gate_up (T, 2F), gate in the first half of each row -> silu(gate) * up, (T, F)."""
     require(gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0 and gate_up.is_contiguous(),
-            "silu_mul: gate_up", tuple(gate_up.shape), gate_up.stride())
-    return run_member("silu_mul", gate_up, gate_up)
-
+            "silu_mul: gate_up", gate_up, gate_up.stride())
+    return run_member("silu_mul", gate_up)
 
 def rope_store_kv(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
     """Rotate q and k of qkv (T, (H + 2 KH) D) in place, store k and v, return q (T, H, D).
-
     cos_sin (max_pos, rotary_dim) fp32, cosines then sines; a table of width 0 rotates nothing.
-    positions int (T,); slot_mapping int64 (T,), -1 writes nowhere.
-    """
+    positions int (T,); slot_mapping int64 (T,), -1 writes nowhere."""
     require(qkv.dim() == 2 and qkv.shape[1] == (H + 2 * KH) * D and qkv.is_contiguous(),
-            f"rope_store_kv: qkv {tuple(qkv.shape)} is not (T, ({H} + 2 * {KH}) * {D})")
+            "rope_store_kv: qkv", qkv, f"is not (T, ({H} + 2 * {KH}) * {D})")
     require(cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= D and cos_sin.dtype == torch.float32,
-            "rope_store_kv: cos_sin", tuple(cos_sin.shape), cos_sin.dtype)
+            "rope_store_kv: cos_sin", cos_sin)
     require(kv.data.shape[0] == 2 and kv.data.shape[3:] == (KH, D) and kv.data.is_contiguous(),
-            "rope_store_kv: cache", tuple(kv.data.shape), "is not (2, NB, BS, KH, D)")
+            "rope_store_kv: cache", kv.data, "is not (2, NB, BS, KH, D)")
     require((kv.scales is not None) == (kv.data.dtype == torch.int8),
             "rope_store_kv: scales come with an int8 cache and with no other")
     require(len(positions) == len(qkv) == len(slot_mapping) and slot_mapping.dtype == torch.int64,
             "rope_store_kv: one position and one int64 slot per token")
-    return run_member("rope_store_kv", qkv, qkv, cos_sin, positions, kv, slot_mapping, H, KH, D,
+    return run_member("rope_store_kv", qkv, cos_sin, positions, kv, slot_mapping, H, KH, D,
                       interleaved, c_fits=kv.data.dtype == qkv.dtype)
-
 
 def argmax(logits):
     """Index of the largest of each row of logits (S, V), int64 (S,); the lowest index wins ties."""
-    require(logits.dim() == 2 and logits.stride(-1) == 1, "argmax: logits", tuple(logits.shape))
-    return run_member("argmax", logits, logits)
-
+    require(logits.dim() == 2 and logits.stride(-1) == 1, "argmax: logits", logits)
+    return run_member("argmax", logits)
 
 def check_packed(q, k, v, start_q, start_k):
-    """Shapes that flash attention and its backward need."""
+    """What flash attention and its backward need."""
     require(q.dim() == k.dim() == 3 and k.shape == v.shape and q.shape[2] == k.shape[2]
-            and q.shape[1] % k.shape[1] == 0, "flash: q", tuple(q.shape), "k", tuple(k.shape), "v",
-            tuple(v.shape))
-    require(q.dtype == k.dtype == v.dtype, "flash: one dtype for q, k, v")
+            and q.shape[1] % k.shape[1] == 0 and q.dtype == k.dtype == v.dtype,
+            "flash: q", q, "k", k, "v", v)
     require(q[0].is_contiguous() and k[0].is_contiguous() and k.stride() == v.stride(),
             "flash: heads must be contiguous, k and v strided alike")
     require(start_q.dtype == start_k.dtype == torch.int32 and start_q.shape == start_k.shape,
             "flash: starts must be int32 (S + 1,)")
 
-
 def flash_attention(q, k, v, start_q, start_k, max_q, scale, window=0, softcap=0.0):
     """Causal attention of packed sequences without a cache: (o (T, H, D), lse (T, H) fp32).
-
     q (T, H, D), k and v (N, KH, D); start_q, start_k int32 (S + 1,) first rows; max_q the longest
-    query. The last query of a sequence is aligned with its last key. lse = log(sum(exp(scores))).
-    """
+    query. The last query of a sequence is aligned with its last key."""
     check_packed(q, k, v, start_q, start_k)
-    return run_member("flash_attention", q, q, k, v, start_q, start_k, max_q, scale, window,
-                      softcap)
-
+    return run_member("flash_attention", q, k, v, start_q, start_k, max_q, scale, window, softcap)
 
 def flash_backward(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale, window=0,
                    softcap=0.0):
@@ -2297,47 +2038,39 @@ def flash_backward(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, scale,
     check_packed(q, k, v, start_q, start_k)
     require(all(x.is_contiguous() for x in (do, q, k, v, out, lse)),
             "flash_backward: inputs must be contiguous")
-    return run_member("flash_backward", q, do, q, k, v, out, lse, start_q, start_k, max_q, max_k,
+    return run_member("flash_backward", do, q, k, v, out, lse, start_q, start_k, max_q, max_k,
                       scale, window, softcap)
 
+def check_product(name, x, weight, K, dtype, scales, scales_shape):
+    """What the products with narrow weights need: x (T, K), and a weight and scales that fit."""
+    require(x.dim() == 2 and x.stride(1) == 1 and x.shape[1] == K and weight.dtype == dtype
+            and weight.is_contiguous() and scales.shape == scales_shape,
+            f"{name}: x", x, "weight", weight, "scales", scales)
 
 def int8_matmul(x, weight, scale):
     """x (T, K) times int8 weight (N, K) with one scale per row (N,) -> (T, N)."""
-    require(x.dim() == 2 and x.stride(1) == 1 and x.shape[1] == weight.shape[1]
-            and weight.dtype == torch.int8 and weight.is_contiguous()
-            and scale.shape == weight.shape[:1],
-            "int8_matmul: x", tuple(x.shape), "weight", tuple(weight.shape), weight.dtype)
-    return run_member("int8_matmul", x, x, weight, scale)
-
+    N, K = weight.shape
+    check_product("int8_matmul", x, weight, K, torch.int8, scale, (N,))
+    return run_member("int8_matmul", x, weight, scale)
 
 def int4_matmul(x, words, scales, zeros, group):
     """x (T, K) times 4-bit weight packed by pack_int4 -> (T, N).
-
-    scales, zeros (K / group, N); zeros integers, None means 8. group: a multiple or divisor of 128,
-    at least 16, and a divisor of K.
-    """
-    K, N = x.shape[1], words.shape[1]
-    require(x.stride(1) == 1 and words.dtype == torch.int32 and words.is_contiguous()
-            and len(words) == -(-K // DEPTH) * DEPTH // 8 and scales.shape == (K // group, N),
-            "int4_matmul: x", tuple(x.shape), "words", tuple(words.shape), "scales",
-            tuple(scales.shape))
-    require(K % group == 0 and group >= 16 and (group % DEPTH == 0 or DEPTH % group == 0),
-            f"int4_matmul: group {group} does not fit K {K}")
-    return run_member("int4_matmul", x, x, words, scales, zeros, group)
-
+    scales, zeros (K / group, N); zeros integers, None means 8. group: at least 16, a divisor of K,
+    and a multiple or divisor of 128."""
+    K = x.shape[1]
+    require(K % group == 0 and group >= 16 and (group % DEPTH == 0 or DEPTH % group == 0)
+            and len(words) == -(-K // DEPTH) * DEPTH // 8,
+            f"int4_matmul: group {group} and words", words, f"do not fit K {K}")
+    check_product("int4_matmul", x, words, K, torch.int32, scales, (K // group, words.shape[1]))
+    return run_member("int4_matmul", x, words, scales, zeros, group)
 
 def fp8_matmul(x, weight, scales, fp8_inputs=False):
     """x (T, K) times e4m3 weight (N, K), fp32 scales per 128 x 128 block -> (T, N).
-
-    fp8_inputs rounds x to e4m3 as well and uses the fp8 matrix unit (sm_89 and later).
-    """
+    fp8_inputs rounds x to e4m3 as well and uses the fp8 matrix unit (sm_89 and later)."""
     N, K = weight.shape
-    require(x.stride(1) == 1 and x.shape[1] == K and weight.dtype == torch.float8_e4m3fn
-            and weight.is_contiguous() and scales.shape == (-(-N // 128), -(-K // 128)),
-            "fp8_matmul: x", tuple(x.shape), "weight", (N, K), weight.dtype, "scales",
-            tuple(scales.shape))
-    return run_member("fp8_matmul", x, x, weight, scales, fp8_inputs)
-
+    check_product("fp8_matmul", x, weight, K, torch.float8_e4m3fn, scales,
+                  (-(-N // 128), -(-K // 128)))
+    return run_member("fp8_matmul", x, weight, scales, fp8_inputs)
 
 @dataclass
 class PackedWeight:
@@ -2345,6 +2078,50 @@ class PackedWeight:
     panels: torch.Tensor
     shape: tuple[int, int]
 
+def zeros(shape, dtype, device):
+    """A tensor of zeros. On a CPU the operating system hands out zeroed pages when they are first
+    touched, so a large cache costs memory only as it fills. Why zeros: masked positions are
+    multiplied by 0, and 0 times what was left there before may be NaN."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
+
+def resolve_device(name):
+    """The torch device that a configuration names, if this machine has it."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    require(match, f"device {name!r} is not supported, only cpu and cuda")
+    present = name == "cpu" or int(match[1] or 0) < torch.cuda.device_count()
+    require(present, f"device {name!r} is not available on this machine")
+    return torch.device(name)
+
+def resolve_dtypes(name, checkpoint_dtype, device):
+    """(dtype of activations and KV cache, dtype of matrices) from the configuration.
+
+    auto is the checkpoint's dtype for both on a GPU. On a CPU 16-bit activations cost accuracy and
+    gain little in a chat, where the time goes into reading weights: activations are float32 there,
+    and matrices bfloat16 where the kernels can multiply the two."""
+    if name != "auto":
+        return getattr(torch, name), getattr(torch, name)
+    name = checkpoint_dtype or "float32"
+    known = name in ("float32", "bfloat16", "float16")
+    require(known, f"the checkpoint's dtype {name!r} is not supported")
+    if device.type == "cpu":
+        narrow = name != "float32" and keeps_bf16(device)
+        return torch.float32, torch.bfloat16 if narrow else torch.float32
+    return getattr(torch, name), getattr(torch, name)
+
+def free_memory(device):
+    """Bytes that could still be allocated."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        meminfo = pathlib.Path("/proc/meminfo").read_text()
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", meminfo)[1])
+    except (OSError, TypeError):  # not Linux: half of what is built in
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 def keeps_bf16(device):
     """Does linear() read bf16 weights for fp32 activations here? On a CPU with bf16 units and the C
@@ -2352,17 +2129,13 @@ def keeps_bf16(device):
     return (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
             and FORCE != "torch" and c_library()[0] is not None)
 
-
 def prepare_weight(weight, dtype):
     """The weight (N, K) of a linear layer for activations of `dtype`, in the layout that its
     machine multiplies fastest: on a CPU, if it is bf16 and there is a C compiler, panels instead of
     the weight; elsewhere the weight itself, for the library's product."""
-    N, K = weight.shape
-    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and K % 2 == 0
-    if packs and dtype in C_DTYPES and FORCE != "torch" and c_library()[0]:
-        return PackedWeight(pack_linear(weight), (N, K))
-    return weight.to(dtype)
-
+    packs = (weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and dtype in C_DTYPES
+             and weight.shape[1] % 2 == 0 and FORCE != "torch" and c_library()[0])
+    return PackedWeight(pack_linear(weight), tuple(weight.shape)) if packs else weight.to(dtype)
 
 def linear(x, weight, bias=None, dtype=None):
     """x (T, K) times a prepared weight (N, K), plus bias (N,) -> (T, N) in dtype (default: x's)."""
@@ -2370,7 +2143,6 @@ def linear(x, weight, bias=None, dtype=None):
     if isinstance(weight, PackedWeight):
         return linear_c(x, weight.panels, *weight.shape, bias, dtype)
     return F.linear(x, weight, bias).to(dtype)
-
 
 KERNELS: dict[str, Kernel] = {
     "rms_norm": Kernel(rms_norm_ref, _rms_norm_triton, rms_norm_c),
@@ -2403,53 +2175,42 @@ class AttentionBackend:
     """One way to run paged attention: fn(q, kv, meta, scale, window, softcap) -> (T, H, D)."""
     name: str
     fn: Callable
-    reason: Callable          # same arguments as why_not
+    reason: Callable          # the facts of why_not, by name -> None or one phrase
     executed: int = 0
 
     def why_not(self, device, dtype, kv_dtype, head_dim, block_size, group, softcap=False):
         """None when the backend can run this model here, else the reason as one phrase."""
-        return self.reason(torch.device(device).type, dtype, kv_dtype, head_dim, block_size, group,
-                           softcap)
+        return self.reason(device=torch.device(device).type, dtype=dtype, kv_dtype=kv_dtype,
+                           head_dim=head_dim, group=group, softcap=softcap)
 
     def __call__(self, q, kv, meta, scale, window=0, softcap=0.0):
         """Attention of q (T, H, D) over the cache -> (T, H, D); 0 for sequences of length 0."""
-        H, D = q.shape[1:]
-        KH = kv.data.shape[3]
+        (_, H, D), KH = q.shape, kv.data.shape[3]
         require(q.stride(2) == 1 and q.stride(1) == D, "attention: heads of q must be contiguous")
-        require(H % KH == 0 and kv.data.shape[4] == D, "attention: q", tuple(q.shape), "cache",
-                tuple(kv.data.shape))
+        require(H % KH == 0 and kv.data.shape[4] == D, "attention: q", q, "cache", kv.data)
         require(meta.block_table.dtype == meta.seq_lens.dtype == meta.query_start_loc.dtype
                 == torch.int32, "attention: metadata must be int32")
         self.executed += 1
         return self.fn(q, kv, meta, scale, window, softcap)
 
-
 def attention_sdpa(q, kv, meta, scale, window=0, softcap=0.0):
     """Gather each sequence's K and V, then torch's scaled_dot_product_attention.
-
     Why: the G query heads of a KV head become extra query rows. enable_gqa would say the same, but
-      torch's CPU kernel runs it three to four times slower in bf16.
-    """
+      torch's CPU kernel runs it three to four times slower in bf16."""
     require(not softcap, "sdpa has no softcap")
     out = q.new_zeros(q.shape)
-    KH = kv.data.shape[3]
-    starts = meta.query_start_loc.tolist()
-    for s, n in enumerate(meta.seq_lens.tolist()):
-        rows = slice(starts[s], starts[s + 1])
-        q_len = starts[s + 1] - starts[s]
-        if n == 0 or q_len == 0:
-            continue
-        k, v = gather_kv(kv, meta.block_table[s], n).to(q.dtype).transpose(1, 2)  # (KH, n, D)
-        grouped = q[rows].unflatten(1, (KH, -1)).permute(1, 2, 0, 3)             # (KH, G, q_len, D)
-        G = grouped.shape[1]
-        mask = visible(q_len, n, window, q.device).repeat(G, 1) if q_len > 1 or window else None
-        o = F.scaled_dot_product_attention(grouped.flatten(1, 2)[None], k[None], v[None],
-                                           attn_mask=mask, scale=scale)[0]
+    for rows, *pair in each_sequence(kv, meta):
+        k, v = (x.to(q.dtype).transpose(0, 1) for x in pair)                     # (KH, n, D)
+        grouped = q[rows].unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)         # (KH, G, q_len, D)
+        _, G, q_len, _ = grouped.shape
+        seen = visible(q_len, k.shape[1], window, q.device)
+        o = F.scaled_dot_product_attention(
+            grouped.flatten(1, 2)[None], k[None], v[None], scale=scale,
+            attn_mask=seen.repeat(G, 1) if q_len > 1 or window else None)[0]
         out[rows] = o.unflatten(1, (G, q_len)).permute(2, 0, 1, 3).flatten(1, 2)
     return out
 
-
-def _triton_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap):
+def _triton_why_not(device, dtype, head_dim, group, **_):
     if triton is None:
         return "Triton is not installed"
     if device != "cuda" and not INTERPRET:
@@ -2458,38 +2219,25 @@ def _triton_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softca
         return f"no {dtype}"
     if not 1 <= group <= 16 or head_dim > 256:
         return f"group size 1-16 and head width up to 256, not {group} and {head_dim}"
-    return None
 
-
-def _c_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap):
+def _c_why_not(device, dtype, kv_dtype, **_):
     if device != "cpu":
         return f"runs on the CPU, not on {device}"
     if dtype not in C_DTYPES or kv_dtype != dtype:
         return f"bf16 or fp32 with a cache of the same type, not {dtype} and {kv_dtype}"
     return c_library()[1]
 
-
-def _sdpa_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap):
-    return "no softcap" if softcap else None
-
-
-def _torch_why_not(device, dtype, kv_dtype, head_dim, block_size, group, softcap):
-    return None
-
-
 ATTENTION: dict[str, AttentionBackend] = {b.name: b for b in (
     AttentionBackend("triton", _paged_attention_triton, _triton_why_not),
     AttentionBackend("c", attention_c, _c_why_not),
-    AttentionBackend("sdpa", attention_sdpa, _sdpa_why_not),
-    AttentionBackend("torch", attention_ref, _torch_why_not),
+    AttentionBackend("sdpa", attention_sdpa,
+                     lambda softcap, **_: "no softcap" if softcap else None),
+    AttentionBackend("torch", attention_ref, lambda **_: None),
 )}
 
-
 def select_attention(requested="auto", **facts):
-    """Choose a backend: (backend, report lines). facts are the arguments of why_not.
-
-    Raises ValueError, with the reasons, for an unknown name or a backend that cannot run here.
-    """
+    """Choose a backend: (backend, report lines). facts are the arguments of why_not. Raises
+    ValueError, with the reasons, for an unknown name or a backend that cannot run here."""
     require(requested == "auto" or requested in ATTENTION,
             f"attention backend {requested!r} is unknown; candidates:", ", ".join(ATTENTION))
     reasons = {name: backend.why_not(**facts) for name, backend in ATTENTION.items()}
@@ -2519,54 +2267,37 @@ def select_attention(requested="auto", **facts):
 # Try: hbm_elements(8192, 64, 98304, 64, 128): halve BM and watch which column moves.
 
 def online_softmax(tiles, rescale=True):
-    """Run one row through tiles [(scores, values)]: state (m, l, A) after each tile, o, lse.
-
-    rescale=False leaves alpha out, the mistake that the kernel's tests must catch.
-    """
-    m, l, A, states = -math.inf, 0.0, None, []
+    """One row through tiles [(scores, values)]: the states (m, l, A) after each tile, then o, lse.
+    rescale=False leaves alpha out, the mistake that the kernel's tests must catch."""
+    m, l, A, states = -math.inf, 0.0, [0.0] * len(tiles[0][1][0]), []
     for scores, values in tiles:
         m_new = max(m, *scores)
         alpha = math.exp(m - m_new) if rescale else 1.0
-        weights = [math.exp(s - m_new) for s in scores]
-        fresh = [sum(w * x for w, x in zip(weights, column)) for column in zip(*values)]
-        A = fresh if A is None else [a * alpha + f for a, f in zip(A, fresh)]
-        l = (l * alpha if states else 0.0) + sum(weights)
-        m = m_new
+        p = [math.exp(s - m_new) for s in scores]
+        m, l = m_new, l * alpha + sum(p)
+        A = [a * alpha + sum(w * x for w, x in zip(p, col)) for a, col in zip(A, zip(*values))]
         states.append((m, l, A))
     return states, [a / l for a in A], m + math.log(l)
 
-
 def hbm_elements(N, D, on_chip, BM, BN):
-    """Elements one head's forward moves between HBM and the chip, by algorithm.
-
-    on_chip: elements of fast memory, which fixes v1's tiles; BM x BN: v2's tiles.
-
-    >>> hbm_elements(1024, 64, 98304, 128, 128)
-    {'standard': 4456448, 'v1': 733184, 'v2': 1180672, 'v2_causal': 721920}
-    """
-    v1_tiles = math.ceil(N / math.ceil(on_chip / (4 * D)))
-    q_tiles = math.ceil(N / BM)
+    """Elements one head's forward moves between HBM and the chip, by algorithm. on_chip: elements
+    of fast memory, which fixes v1's tiles; BM x BN: v2's tiles."""
+    v1_tiles, q_tiles = math.ceil(N / math.ceil(on_chip / (4 * D))), math.ceil(N / BM)
     once = 2 * N * D + N                                   # Q read, O and lse written
     seen = [min(N, math.ceil((i + 1) * BM / BN) * BN) for i in range(q_tiles)]
     return {"standard": 4 * N * N + 4 * N * D,             # S and P written and read
             "v1": 2 * N * D + v1_tiles * (3 * N * D + 4 * N),
-            "v2": once + q_tiles * 2 * N * D,
-            "v2_causal": once + sum(2 * D * n for n in seen)}
-
+            "v2": once + q_tiles * 2 * N * D, "v2_causal": once + sum(2 * D * n for n in seen)}
 
 def tiled_attention(q, k, v, BM, BN, causal=False, moved=None):
     """The forward pass of section 5 in plain torch, one head: (o, lse). q, k, v (N, D).
-
-    moved: a list that receives the size of every tile read from or written to "HBM".
-    """
+    moved: a list that receives the size of every tile read from or written to "HBM"."""
     moved = [] if moved is None else moved
     out, lse = torch.empty_like(q), q.new_empty(len(q))
     for i in range(0, len(q), BM):
-        tile_q = q[i:i + BM]
-        moved.append(tile_q.numel())
+        rows, tile_q = slice(i, i + BM), q[i:i + BM]
         m, l, acc = q.new_full((len(tile_q),), -math.inf), q.new_zeros(len(tile_q)), 0.0 * tile_q
         for j in range(0, min(len(k), i + BM) if causal else len(k), BN):
-            moved.append(2 * k[j:j + BN].numel())
             s = tile_q @ k[j:j + BN].T / math.sqrt(q.shape[1])
             if causal:
                 later = torch.arange(j, j + s.shape[1]) > torch.arange(i, i + len(s))[:, None]
@@ -2574,10 +2305,10 @@ def tiled_attention(q, k, v, BM, BN, causal=False, moved=None):
             m_new = torch.maximum(m, s.amax(1))
             p, alpha = torch.exp(s - m_new[:, None]), torch.exp(m - m_new)
             m, l, acc = m_new, l * alpha + p.sum(1), acc * alpha[:, None] + p @ v[j:j + BN]
-        out[i:i + BM], lse[i:i + BM] = acc / l[:, None], m + l.log()
-        moved.append(tile_q.numel() + len(tile_q))
+            moved.append(2 * k[j:j + BN].numel())
+        out[rows], lse[rows] = acc / l[:, None], m + l.log()
+        moved += [tile_q.numel(), tile_q.numel() + len(tile_q)]      # q in; o and lse out
     return out, lse
-
 
 def tiled_backward(do, q, k, v, out, lse, BM, BN, causal=False):
     """The backward pass of section 5, one head: (dq, dk, dv), P recomputed from lse."""
@@ -2595,48 +2326,29 @@ def tiled_backward(do, q, k, v, out, lse, BM, BN, causal=False):
             dq[rows] += ds @ k[cols] * scale
     return dq, dk, dv
 
-
 def merge_pieces(outs, lses):
     """Attention over a context from its pieces: outs (pieces, D), lses (pieces,) -> (o, lse)."""
     lse = torch.logsumexp(lses, 0)
     return (torch.exp(lses - lse)[:, None] * outs).sum(0), lse
 
-
 def grid_use(batch, heads, N, BM, processors):
     """Programs of v1 (one per head) and v2 (one per head and Q tile), and how they fill a GPU.
-
-    >>> grid_use(1, 8, 8192, 128, 132)
-    {'v1': 8, 'v2': 512, 'v1_busy': 0.061, 'v2_waves': 4}
-    """
+    Eight heads of 8,192 tokens on 132 processors: 8 programs keep 6% busy, 512 make 4 waves."""
     v1, v2 = batch * heads, batch * heads * math.ceil(N / BM)
     return {"v1": v1, "v2": v2, "v1_busy": round(min(1.0, v1 / processors), 3),
             "v2_waves": math.ceil(v2 / processors)}
 
-
 def sliced_costs(N, D, BM, BN, warps):
-    """What the warps of one program must add up, and how often outputs are divided.
-
+    """What the warps of one program must add up, and how often outputs are divided, per head.
     sliced_k: each warp holds other keys, so partial outputs (BM, D) are summed through shared
-    memory for every tile. sliced_q: each warp holds other rows; nothing is shared. Divisions are
-    per head: v1 normalises after each tile, v2 once.
-
-    >>> sliced_costs(8192, 64, 128, 128, 4)
-    {'sliced_k': 1572864, 'sliced_q': 0, 'v1_divisions': 33554432, 'v2_divisions': 524288}
-    """
+    memory for every tile. sliced_q: each holds other rows. v1 divides after each tile, v2 once."""
     tiles = math.ceil(N / BN)
     return {"sliced_k": (warps - 1) * BM * D * tiles, "sliced_q": 0,
             "v1_divisions": N * D * tiles, "v2_divisions": N * D}
 
-
 def schedule_ticks(tiles, load, matmul, softmax):
-    """Ticks for `tiles` tiles: one after the other, loads hidden, and two groups in ping-pong.
-
-    In ping-pong (FlashAttention-3) one group's softmax runs beside the other's products; the matrix
-    unit is the only thing both wait for.
-
-    >>> schedule_ticks(8, 1, 2, 2)
-    {'serial': 40, 'producer': 33, 'ping_pong': 19}
-    """
+    """Ticks for `tiles` tiles: one after the other, loads hidden, and two groups in ping-pong: one
+    group's softmax runs beside the other's products, on the one matrix unit (FlashAttention-3)."""
     unit_free, group_free = 0, [0, 0]
     for tile in range(tiles):
         unit_free = max(unit_free, group_free[tile % 2], load * (tile + 1)) + matmul
@@ -2644,45 +2356,32 @@ def schedule_ticks(tiles, load, matmul, softmax):
     return {"serial": tiles * (load + matmul + softmax),
             "producer": load + tiles * (matmul + softmax), "ping_pong": max(group_free)}
 
-
 def attention_pairs(N, window, first):
-    """(all causal pairs, pairs kept by a window plus `first` global tokens), as Longformer counts.
-
-    >>> attention_pairs(4096, 512, 4)
-    (8390656, 1980666)
-    """
+    """(causal pairs, pairs kept by a window plus `first` global tokens), as Longformer counts."""
     near = sum(min(i + 1, window) for i in range(N))
     return N * (N + 1) // 2, near + sum(min(first, max(0, i + 1 - window)) for i in range(N))
 
-
 def favor_error(features=(16, 64, 256, 1024), D=8, draws=8):
     """Relative error of exp(q k^T) from random features, by number of features (Performer, FAVOR+).
-
     exp(q.k) = E[phi(q).phi(k)], phi(x) = exp(w.x - |x|^2 / 2), w normal, orthogonal in blocks of D.
-    An approximation, shown for comparison: everything else in this file keeps every pair.
-    """
-    import numpy as np
+    An approximation, shown for comparison: everything else in this file keeps every pair."""
     rng = np.random.default_rng(0)
     q, k = (rng.normal(size=(64, D)) * 0.5 for _ in range(2))
-    exact, error = np.exp(q @ k.T), {}
-    for count in features:
-        errors = []
-        for _ in range(draws):
-            blocks = [np.linalg.qr(rng.normal(size=(D, D)))[0] * np.sqrt(rng.chisquare(D, (D, 1)))
-                      for _ in range(count // D)]
-            phi = lambda x: np.exp(x @ np.concatenate(blocks).T - (x * x).sum(1, keepdims=True) / 2)
-            errors.append(np.abs(phi(q) @ phi(k).T / count - exact).mean() / exact.mean())
-        error[count] = float(np.mean(errors))
-    return error
+    exact = np.exp(q @ k.T)
 
+    def draw(count):
+        w = np.concatenate([np.linalg.qr(rng.normal(size=(D, D)))[0]
+                            * np.sqrt(rng.chisquare(D, (D, 1))) for _ in range(count // D)])
+        phi = lambda x: np.exp(x @ w.T - (x * x).sum(1, keepdims=True) / 2)
+        return np.abs(phi(q) @ phi(k).T / count - exact).mean() / exact.mean()
+    return {count: float(np.mean([draw(count) for _ in range(draws)])) for count in features}
 
 def hadamard(D):
     """Orthogonal (D, D) matrix of +-1 / sqrt(D), D a power of two (Sylvester's construction)."""
     H = torch.ones(1, 1)
     while len(H) < D:
-        H = torch.cat([torch.cat([H, H], 1), torch.cat([H, -H], 1)])
+        H = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), H)
     return H / math.sqrt(D)
-
 
 def round_fp8(x, rows):
     """x (N, D) through e4m3 with one scale per `rows` rows, back in fp32."""
@@ -2690,24 +2389,20 @@ def round_fp8(x, rows):
     step = blocks.abs().amax((1, 2), keepdim=True) / 448
     return ((blocks / step).to(torch.float8_e4m3fn).float() * step).view_as(x)
 
-
 def fp8_attention_error(seeds=(0, 1, 2), N=1024, D=64):
-    """Output error (RMSE) of attention on fp8 q, k, v with rare outliers of ten times the spread.
-
-    One scale per tensor, one per 64 rows, and one per 64 rows after rotating q and k by R (random
+    """Output error (RMSE) of attention on fp8 q, k, v with rare outliers of ten times the spread:
+    one scale per tensor, one per 64 rows, and one per 64 rows after rotating q and k by R (random
     signs, then Hadamard). (q R)(k R)^T = q k^T, but an outlier is spread over all D dims and no
-    longer sets the scale for its neighbours (FlashAttention-3, section 3.3).
-    """
+    longer sets the scale for its neighbours (FlashAttention-3, section 3.3)."""
     error = Counter()
     attend = lambda q, k, v: torch.softmax(q @ k.T / math.sqrt(D), -1) @ v
     for seed in seeds:
         g = torch.Generator().manual_seed(seed)
         normal = lambda: torch.randn(N, D, generator=g)
-        rare = lambda: torch.rand(N, D, generator=g) < 0.001
-        q, k, v = (normal() + normal() * 10 * rare() for _ in range(3))
+        q, k, v = (normal() + normal() * 10 * (torch.rand(N, D, generator=g) < 0.001)
+                   for _ in range(3))
         signs = torch.where(torch.rand(D, generator=g) < .5, -1.0, 1.0)
-        R = signs[:, None] * hadamard(D)
-        exact = attend(q.double(), k.double(), v.double())
+        R, exact = signs[:, None] * hadamard(D), attend(q.double(), k.double(), v.double())
         for name, rows, a, b in (("tensor", N, q, k), ("block", 64, q, k),
                                  ("rotated", 64, q @ R, k @ R)):
             o = attend(round_fp8(a, rows), round_fp8(b, rows), round_fp8(v, rows))

@@ -24,8 +24,8 @@ CONTENTS (find section N in any editor with the pattern "# N  ")
     16  Command line
     17  Invariants
 
-READING ORDER.  A first evening: 2, 7, 8, 10, 13, 14, 11. Sections 3 and 5 can wait, and so can what
-the scheduler does for drafts and placeholders.  The theory: grep -n Invariant: nanoserve.py
+READING ORDERS.  A first evening: 2, 7, 8, 10, 13, 14, 11.  Sections 3 and 5 can wait, and what the
+scheduler does for drafts and placeholders too.  The theory: grep -n Invariant: nanoserve.py
 
 LETTERS.  T tokens in the step, S sequences, E model width, H query heads, KH key/value heads, G = H
 // KH, D head width, F MLP width, V vocabulary, L layers, NB blocks, BS block size, R rows that get
@@ -91,6 +91,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 import zlib
@@ -151,7 +152,7 @@ def open_text(path, mode="r"):
     if path == "-":
         return contextlib.nullcontext(sys.stdin if mode == "r" else sys.stdout)
     with explained("cannot open", OSError):
-        return open(path, mode, encoding="utf-8")
+        return open(path, mode, encoding="utf-8-sig" if mode == "r" else "utf-8", errors="replace")
 
 def is_int(value):
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -244,13 +245,13 @@ GREEDY_EPSILON = 1e-5  # a temperature below this means greedy, as in vLLM
 class SamplingParams:
     """What one request wants."""
     n: int = option(1, "independent completions of the prompt", 1, 16384)
-    temperature: float = option(1.0, "0 = greedy; below 1 sharper, above 1 flatter", 0)
+    temperature: float = option(1.0, "0 = greedy; below 1 sharper, above 1 flatter", 0, 1e6)
     top_p: float = option(1.0, "keep the fewest tokens with this mass", above=0, high=1)
-    top_k: int = option(0, "keep the k likeliest tokens; 0 = all", -1)
+    top_k: int = option(0, "keep the k likeliest tokens; 0 = all", -1, 2**31 - 1)
     min_p: float = option(0.0, "drop tokens below this fraction of the likeliest", 0, 1)
     presence_penalty: float = option(0.0, "subtracted once from each generated token", -2, 2)
     frequency_penalty: float = option(0.0, "subtracted per occurrence in the output", -2, 2)
-    repetition_penalty: float = option(1.0, "divides logits of tokens seen so far", above=0)
+    repetition_penalty: float = option(1.0, "divides logits of tokens seen so far", 0.01, 100)
     seed: int | None = option(None, "same seed, same tokens, in any batch", -(2**63), 2**63 - 1)
     stop: list[str] | None = option(None, "end when this text appears")
     stop_token_ids: list[int] | None = option(None, "end when this token is drawn")
@@ -307,14 +308,15 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config, name="config.json"):
         """Read a Hugging Face config dict.  ValueError names the missing or unsupported key."""
-        def need(key):
-            value = config.get(key)
+        def need(key, default=None, kind=is_int):
+            value = config.get(key, default) or default
             require(value is not None, f"{name}: key {key!r} is missing")
-            require(is_number(value) and value > 0, f"{name}: {key} must be above 0, got {value!r}")
+            good = kind(value) and 0 < value < 2**31
+            require(good, f"{name}: {key} must be a number above 0, got {value!r}")
             return value
         refuse_unsupported(config, name)
         H, E, L = need("num_attention_heads"), need("hidden_size"), need("num_hidden_layers")
-        KH, D = config.get("num_key_value_heads") or H, config.get("head_dim")
+        KH, D = need("num_key_value_heads", H), config.get("head_dim") and need("head_dim")
         require(D or E % H == 0, f"{name}: head_dim is missing and {E} is no multiple of {H} heads")
         require(H % KH == 0, f"{name}: {H} query heads cannot share {KH} KV heads evenly")
         switches = ("tie_word_embeddings", "attention_bias", "mlp_bias")
@@ -322,8 +324,8 @@ class ModelConfig:
             architecture=config["architectures"][0], num_layers=L, hidden_size=E, num_heads=H,
             num_kv_heads=KH, head_dim=D or E // H, intermediate_size=need("intermediate_size"),
             vocab_size=need("vocab_size"), max_position=need("max_position_embeddings"),
-            rms_norm_eps=need("rms_norm_eps"), rope=read_rope(config, name),
-            layer_windows=read_windows(config, L),
+            rms_norm_eps=need("rms_norm_eps", kind=is_number), rope=read_rope(config, name),
+            layer_windows=read_windows(config, L, name),
             dtype=config.get("dtype") or config.get("torch_dtype"),
             **{key: bool(config.get(key)) for key in switches})
 
@@ -352,22 +354,30 @@ ROPE_KEYS = {  # what each rope type needs; the last is llama3 as GGUF stores it
 
 def read_rope(config, name):
     """RoPE settings, spelled rope_parameters (new) or rope_theta and rope_scaling (old)."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    require(isinstance(given, dict), f"{name}: the rope settings must be an object, got {given!r}")
+    kind = given.get("rope_type") or given.get("type") or "default"
     require(kind in ROPE_KEYS, f"{name}: rope type {kind!r} is not supported, only {[*ROPE_KEYS]}")
-    for key in ROPE_KEYS[kind]:
-        require(rope.get(key) is not None, f"{name}: rope type {kind} needs {key!r}")
-    rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
-    rope.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
-    rope["interleaved"] = bool(config.get("rope_interleave", False))  # pairs, not halves
+    rope = {"rope_theta": config.get("rope_theta") or 10000.0,
+            "partial_rotary_factor": config.get("partial_rotary_factor") or 1.0,
+            "original_max_position_embeddings": config.get("max_position_embeddings"),
+            "interleaved": config.get("rope_interleave", False),  # pairs, not halves
+            **given, "rope_type": kind}
+    for key in ("rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]):
+        value = rope.get(key)
+        require(value is not None, f"{name}: rope type {kind} needs {key!r}")
+        good = key == "factors" or is_number(value) and value > 0
+        require(good, f"{name}: {key} must be a number above 0, got {value!r}")
     return rope
 
-def read_windows(config, num_layers):
+def read_windows(config, num_layers, name):
     """Sliding window of every layer, 0 where a layer attends to everything."""
-    window = config.get("sliding_window") or 0
-    if config.get("layer_types"):
-        return [window if kind == "sliding_attention" else 0 for kind in config["layer_types"]]
+    window, kinds = config.get("sliding_window") or 0, config.get("layer_types")
+    require(is_int(window) and 0 <= window < 2**31, f"{name}: sliding_window cannot be {window!r}")
+    if kinds:
+        fits = isinstance(kinds, list) and len(kinds) == num_layers
+        require(fits, f"{name}: layer_types must name the {num_layers} layers")
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
     first = 0
     if "use_sliding_window" in config:  # Qwen: off unless asked for, and then in the upper layers
         first = config.get("max_window_layers", 0) if config["use_sliding_window"] else num_layers
@@ -1789,7 +1799,6 @@ class EngineCoreRequest:
     eos_token_ids: tuple[int, ...]  # all ids that end a sequence, whatever ignore_eos says
     bad_words_ids: list[list[int]]
     arrival_time: float  # time.monotonic()
-    lora_name: str | None = None
 
 class Request:
     """The scheduler's view of a request: all its tokens and how far they are computed."""
@@ -1843,7 +1852,7 @@ class Request:
         BS = self.block_size
         for start in range(len(self.block_hashes) * BS, self.num_tokens - BS + 1, BS):
             parent = self.block_hashes[-1] if self.block_hashes else ROOT_HASH
-            extras = block_extra_keys(start, BS, self.params.cache_salt, self.message.lora_name)
+            extras = block_extra_keys(start, BS, self.params.cache_salt)
             tokens = self.all_token_ids[start : start + BS]
             self.block_hashes.append(hash_block(parent, tokens, extras))
 
@@ -1885,11 +1894,11 @@ class SchedulerOutput:
 
 @dataclass
 class ModelRunnerOutput:
-    """What one step produced. Requests in the middle of their input have no entries."""
+    """What one step produced; prompt_logprobs by position. Requests mid-input have no entries."""
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[dict[int, Logprob]]] = field(default_factory=dict)
-    # by position in the prompt
     prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]] = field(default_factory=dict)
+    not_finite: list[str] = field(default_factory=list)  # whose hidden state has NaN or infinity
 
 @dataclass
 class EngineCoreOutput:
@@ -2172,6 +2181,11 @@ class Scheduler:
             request = self.requests.get(request_id)
             if request is None:
                 continue  # finished while the step was in flight: its late result is dropped
+            if request_id in output.not_finite:
+                error = "the model computed NaN or infinity"
+                self.finish_request(request_id, RequestStatus.FINISHED_ERROR, error)
+                news.append(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
+                continue
             for pos, entry in output.prompt_logprobs.get(request_id, {}).items():
                 request.prompt_logprobs[pos] = entry
             sampled = output.sampled_token_ids.get(request_id, [])
@@ -2186,8 +2200,7 @@ class Scheduler:
             num_rejected = len(drafts) - (len(sampled) - 1)
             request.num_computed_tokens -= num_rejected  # their slots will be overwritten
             request.num_output_placeholders -= num_rejected if self.async_scheduling else 0
-        first = request.num_output_tokens == 0
-        kept = []
+        first, kept = request.num_output_tokens == 0, []
         for token_id in sampled:
             request.append_token(token_id)
             kept.append(token_id)
@@ -2227,11 +2240,15 @@ class Scheduler:
         """The step raised: end its requests, and only those, and take back what it published. The
         runner may not have read the plan, so what it should forget is said again."""
         self.finished_req_ids += [*plan.finished_req_ids, *plan.preempted_req_ids]
-        failed = [i for i in plan.num_scheduled_tokens if i in self.requests]
-        for request_id in failed:
+        for request_id in plan.num_scheduled_tokens:
             self.kv.withdraw(request_id)
-            self.finish_request(request_id, RequestStatus.FINISHED_ERROR, error)
-        return [EngineCoreOutput(i, [], finish_reason="error", error=error) for i in failed]
+            request = self.requests.get(request_id)
+            if request is not None and request.status.is_finished:
+                self._drop(request)  # the results were half read
+            else:
+                self.finish_request(request_id, RequestStatus.FINISHED_ERROR, error)
+        return [EngineCoreOutput(request_id, [], finish_reason="error", error=error)
+                for request_id in plan.num_scheduled_tokens]
 
 
 # ==================================================================================================
@@ -2377,7 +2394,8 @@ def keep_top(logits, top_k, top_p, width=1024):
     mass, free = probs.cumsum(-1), (limit == V) & (top_p >= 1)  # free: no filter at all
     if width < V and ((mass[:, -1:] < top_p) & (limit == V) & ~free).any():
         return keep_top(logits, top_k, top_p, width=V)
-    keep = inside & ((mass - probs < top_p) | (top_p >= 1))  # always the first token: 0 < top_p
+    keep = inside & ((mass - probs < top_p) | (top_p >= 1))
+    keep[:, 0] = True  # a top_p too small for fp32 is 0
     values = values.masked_fill(~keep, -math.inf)
     kept = torch.full_like(logits, -math.inf).scatter(1, index, values)
     return torch.where(free, logits, kept)
@@ -2492,8 +2510,7 @@ class ModelRunner:
         self.model, self.block_size, self.device = model, block_size, model.device
         c, R = model.config, max_num_seqs
         shape = (2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
-        # Not zeroed: memory is touched when a block in it is first used.
-        self.kv = [kernels.LayerKV(torch.empty(shape, dtype=model.dtype, device=self.device))
+        self.kv = [kernels.LayerKV(kernels.zeros(shape, model.dtype, self.device))
                    for _ in range(c.num_layers)]
         self.decode_graphs = None
         if self.device.type == "cuda" and not eager:
@@ -2556,8 +2573,10 @@ class ModelRunner:
                     chunk = hidden[ends[i] - counts[i] : ends[i]]
                     entries = self._prompt_logprobs(request, chunk, int(starts[i]))
                     output.prompt_logprobs[request.request_id] = entries
-            last = torch.from_numpy(ends[done] - 1).to(self.device)
-            logits = self.model.logits(hidden[last])  # (R, V)
+            last = hidden[torch.from_numpy(ends[done] - 1).to(self.device)]  # (R, E)
+            finite = last.isfinite().all(dim=1).tolist()
+            output.not_finite = [requests[i].request_id for i, ok in zip(done, finite) if not ok]
+            logits = self.model.logits(last)  # (R, V)
             clock.lap("forward")
             self._sample(logits, [requests[i] for i in done], rows[done], output)
             clock.lap("sample")
@@ -2684,42 +2703,6 @@ class Tracer:
         event = dict(name=name, ph="X", ts=start * 1e6, dur=seconds * 1e6, pid=1, tid=1, args=args)
         self.file.write(json.dumps(event) + ",\n")
 
-def resolve_device(name):
-    """The torch device that a configuration names, if this machine has it."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
-    require(match, f"device {name!r} is not supported, only cpu and cuda")
-    present = name == "cpu" or int(match[1] or 0) < torch.cuda.device_count()
-    require(present, f"device {name!r} is not available on this machine")
-    return torch.device(name)
-
-def resolve_dtypes(name, checkpoint_dtype, device):
-    """(dtype of activations and KV cache, dtype of matrices) from the configuration.
-
-    auto is the checkpoint's dtype for both on a GPU. On a CPU 16-bit activations cost accuracy and
-    gain little in a chat, where the time goes into reading weights: activations are float32 there,
-    and matrices bfloat16 where the kernels can multiply the two."""
-    if name != "auto":
-        return getattr(torch, name), getattr(torch, name)
-    name = checkpoint_dtype or "float32"
-    known = name in ("float32", "bfloat16", "float16")
-    require(known, f"the checkpoint's dtype {name!r} is not supported")
-    if device.type == "cpu":
-        narrow = name != "float32" and kernels.keeps_bf16(device)
-        return torch.float32, torch.bfloat16 if narrow else torch.float32
-    return getattr(torch, name), getattr(torch, name)
-
-def free_memory(device):
-    """Bytes that could still be allocated."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", meminfo)[1])
-    except (OSError, TypeError):  # not Linux: half of what is built in
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
 class EngineCore:
     """One model, one scheduler, one runner. Token ids in, token ids out."""
     def __init__(self, config):
@@ -2728,8 +2711,8 @@ class EngineCore:
         self.tokenizer = checkpoint.tokenizer()
         self.generation_config = checkpoint.generation_config
         self.model_config = mc = ModelConfig.from_dict(checkpoint.config, checkpoint.name)
-        device = resolve_device(config.device)
-        dtype, weight_dtype = resolve_dtypes(config.dtype, mc.dtype, device)
+        device = kernels.resolve_device(config.device)
+        dtype, weight_dtype = kernels.resolve_dtypes(config.dtype, mc.dtype, device)
         BS, budget, longest = config.block_size, config.max_num_batched_tokens, mc.longest_context()
         backend, lines = kernels.select_attention(
             config.attention_backend, device=device, dtype=dtype, kv_dtype=dtype,
@@ -2757,7 +2740,7 @@ class EngineCore:
 
     def _size_pool(self, mc, dtype, device, window):
         """Number of KV blocks; cuts max_model_len to what they hold."""
-        config, BS, free = self.config, self.config.block_size, free_memory(device)
+        config, BS, free = self.config, self.config.block_size, kernels.free_memory(device)
         per_token = kv_bytes_per_token(mc.num_layers, mc.num_kv_heads, mc.head_dim, dtype.itemsize)
         if config.num_kv_blocks is not None:
             num_blocks = config.num_kv_blocks
@@ -2816,7 +2799,7 @@ class EngineCore:
         except BaseException as error:
             news = scheduler.fail_step(plan, f"{type(error).__name__}: {error}")
             if not isinstance(error, Exception):
-                raise  # Ctrl-C: the requests are ended, the caller decides about the program
+                raise
             log.exception("a step failed; its %d requests end with an error", len(news))
         self.counts["steps"] += 1
         self.counts["scheduled_tokens"] += sum(plan.num_scheduled_tokens.values())
@@ -2866,12 +2849,11 @@ class FrontEnd:
     """Text in, text out, around any core: makes requests, folds news into RequestOutputs."""
     def __init__(self, tokenizer, generation_config, vocab_size, max_model_len):
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
-        self.eos_token_ids = tokenizer.eos_token_ids
+        self.eos_token_ids = tuple(i for i in tokenizer.eos_token_ids if is_int(i))
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         self.defaults = {name: generation_config[name] for name in names
                          if generation_config.get(name) is not None}
-        self.pending = {}  # request_id in the core -> Pending
-        self.next_id = itertools.count()
+        self.pending, self.next_id = {}, itertools.count()  # request_id in the core -> Pending
 
     def default_sampling_params(self, **overrides):
         """SamplingParams with the checkpoint's own defaults (generation_config.json)."""
@@ -2883,12 +2865,12 @@ class FrontEnd:
             require(len(prompt) == 1 and set(prompt) <= {"prompt", "prompt_token_ids"},
                     f"a prompt dict holds either prompt or prompt_token_ids, got {[*prompt]}")
             (prompt,) = prompt.values()
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        require(isinstance(prompt, (list, tuple)),
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = prompt if text is None else self.tokenizer.encode(text)
+        require(isinstance(token_ids, (list, tuple)),
                 f"a prompt is a string, a list of token ids or a dict, got {type(prompt).__name__}")
-        self._check_ids("prompt", prompt)
-        return None, [int(token_id) for token_id in prompt]
+        self._check_ids("prompt", token_ids)
+        return text, [int(token_id) for token_id in token_ids]
 
     def _check_ids(self, name, token_ids):
         bad = next((t for t in token_ids if not is_int(t) or not 0 <= t < self.vocab_size), None)
@@ -2917,7 +2899,8 @@ class FrontEnd:
                 child = replace(child, seed=seed)
             child_id = request_id if params.n == 1 else f"{index}_{request_id}"
             messages.append(EngineCoreRequest(
-                child_id, token_ids, child, self.eos_token_ids, bad_words_ids, now))
+                child_id, token_ids, child, self.eos_token_ids, bad_words_ids,
+                now + index * 1e-6))  # of equals none is the younger, and they would take turns
         outputs = [CompletionOutput(index) for index in range(params.n)]
         metrics = RequestMetrics(now)
         return RequestOutput(request_id, text, token_ids, outputs, metrics=metrics), messages
@@ -3004,6 +2987,7 @@ class LLM:
         self.front = FrontEnd(self.tokenizer, self.core.generation_config,
                               self.core.model_config.vocab_size, self.core.max_model_len)
         self.default_sampling_params = self.front.default_sampling_params
+        self.lock = threading.RLock()
 
     def generate(self, prompts, sampling_params=None, use_tqdm=True):
         """Complete one prompt or many. Returns a RequestOutput per prompt, in order.
@@ -3060,26 +3044,43 @@ class LLM:
         for i, (prompt, param) in enumerate(zip(prompts, params)):
             with explained(f"prompt {i}", ValueError) if prompts[1:] else contextlib.nullcontext():
                 checked.append(self.front.make_requests(prompt, param))
-        for parent, messages in checked:
-            pendings += self.front.register(parent, messages)
-            for message in messages:
-                self.core.add_request(message)
+        with self._whole():
+            for parent, messages in checked:
+                pendings += self.front.register(parent, messages)
+                for message in messages:
+                    self.core.add_request(message)
         return pendings
+
+    @contextlib.contextmanager
+    def _whole(self):
+        """What runs inside is not cut in half, neither by other threads nor by Ctrl-C."""
+        pressed, main = [], threading.current_thread() is threading.main_thread()
+        with self.lock:
+            before = main and signal.signal(signal.SIGINT, lambda *args: pressed.append(args))
+            try:
+                yield
+            finally:
+                if main:
+                    signal.signal(signal.SIGINT, before)
+        if pressed and callable(before):
+            before(*pressed[0])
 
     def _run(self, pendings):
         """Step until all are finished, yielding after each; leaving early aborts the rest."""
         try:
-            while not all(pending.parent.finished for pending in pendings):
-                stopped = self.front.process(self.core.step())
-                self.core.abort_requests(stopped, stopped=True)
-                self.core.clock.lap("detokenize")
+            while self.core.scheduler.requests and not all(p.parent.finished for p in pendings):
+                with self._whole():
+                    stopped = self.front.process(self.core.step())
+                    self.core.abort_requests(stopped, stopped=True)
+                    self.core.clock.lap("detokenize")
                 yield
             yield  # another caller's loop may have finished these
         finally:
-            left = [i for i, pending in self.front.pending.items() if pending in pendings]
-            self.core.abort_requests(left)
-            for request_id in left:
-                self.front.end(request_id, "abort")
+            with self._whole():
+                left = [i for i, pending in self.front.pending.items() if pending in pendings]
+                self.core.abort_requests(left)
+                for request_id in left:
+                    self.front.end(request_id, "abort")
 
 
 # ==================================================================================================
@@ -3117,8 +3118,7 @@ class Chat:
     """A conversation with one engine, line by line."""
     def __init__(self, llm, options, system=None):
         self.llm, self.options, self.system = llm, options, system
-        self.messages, self.interrupted = [], False
-        self.last = None  # the latest RequestOutput of the last reply
+        self.messages, self.interrupted, self.last = [], False, None  # last: newest RequestOutput
 
     @property
     def params(self):
@@ -3241,13 +3241,13 @@ def run_generate(llm, args, sampling):
     for index, line in lines:
         try:
             jobs[index] = read_job(llm, line, sampling)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             rows[index] = {"index": index, "error": str(error)}
+    outputs = llm.generate(*map(list, zip(*jobs.values()))) if jobs else []
     with open_text(args["output"], "w") as sink:
-        outputs = llm.generate(*map(list, zip(*jobs.values()))) if jobs else []
         rows |= {index: {"index": index, **asdict(row)} for index, row in zip(jobs, outputs)}
         for index in sorted(rows):
-            sink.write(json.dumps(rows[index], ensure_ascii=False) + "\n")
+            sink.write(json.dumps(rows[index]) + "\n")
     failed = sum(row["error"] is not None for row in rows.values())
     say(f"{len(rows) - failed} of {len(rows)} prompts completed")
     return 1 if failed else 0
@@ -3273,8 +3273,8 @@ def run_list():
     """Print every table a fork extends, with what can be selected on this machine."""
     for title, table in (("ARCHS", ARCHS), ("QUANTS", QUANTS), ("POLICIES", POLICIES)):
         print(title, *(f"  {name:20s} {row.summary}" for name, row in table.items()), sep="\n")
-    device = resolve_device("auto")
-    dtype, _ = resolve_dtypes("auto", "bfloat16", device)
+    device = kernels.resolve_device("auto")
+    dtype, _ = kernels.resolve_dtypes("auto", "bfloat16", device)
     _, lines = kernels.select_attention(
         "auto", device=device, dtype=dtype, kv_dtype=dtype, head_dim=64, block_size=16, group=3)
     print("ATTENTION", *(f"  {line}" for line in lines), sep="\n")
@@ -3332,12 +3332,12 @@ def main(argv=None):
         if args["stats"]:
             say_phases(llm)
         return code or 0  # a chat has no code
-    except (ValueError, TypeError) as error:
-        say(f"error: {error}")
-        return 2
     except BrokenPipeError:  # whoever read the answer has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        say(f"error: {error or type(error).__name__}")
+        return 2
     except KeyboardInterrupt:
         say("interrupted")
         return 130

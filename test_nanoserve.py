@@ -4007,7 +4007,7 @@ def test_the_start_shows_its_arithmetic():
 @pytest.mark.parametrize("free, blocks", [(1 << 20, 51), (100 << 30, 513), (1 << 15, 1)])
 def test_the_default_pool_is_a_share_of_what_is_free(free, blocks, monkeypatch):
     """Four tenths of the free memory, and not more than four whole requests could use."""
-    monkeypatch.setattr(ns, "free_memory", lambda device: free)
+    monkeypatch.setattr(kernels, "free_memory", lambda device: free)
     options = dict(num_kv_blocks=None, max_num_seqs=4)
     if blocks == 1:
         with pytest.raises(ValueError) as caught:
@@ -5751,7 +5751,6 @@ def test_bench_kernels_runs_dry_and_without_a_gpu():
 # A figure is worth what it measures: the work is the work asked for, the clocks start at the call,
 # ratios point the right way, and a wrong option is one sentence.
 
-import bench  # noqa: E402
 
 
 def run_bench(*argv, interpret=False):
