@@ -3004,11 +3004,11 @@ class LLM:
         params = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
         require(len(params) == len(prompts),
                 f"sampling_params has {len(params)} entries for {len(prompts)} prompts")
-        pendings = self._add_all(prompts, params)
-        parents = list({id(pending.parent): pending.parent for pending in pendings}.values())
-        before = self.core.counts["generation_tokens"]
-        bar = tqdm(total=len(prompts), disable=None if use_tqdm else True, desc="Processed prompts")
-        with bar, contextlib.closing(self._run(pendings)) as steps:
+        pendings, before = [], self.core.counts["generation_tokens"]
+        with contextlib.closing(self._run(prompts, params, pendings)) as steps:
+            next(steps)  # queued
+            parents = list({id(pending.parent): pending.parent for pending in pendings}.values())
+            bar = tqdm(total=len(prompts), disable=None if use_tqdm else True, desc="Prompts")
             for _ in steps:
                 if bar.disable:
                     continue
@@ -3018,6 +3018,7 @@ class LLM:
                 bar.set_postfix_str(
                     f"{rate:.0f} tok/s, {stats['running']} running, {stats['waiting']} waiting, "
                     f"KV {stats['kv_usage']:.0%}", refresh=False)
+            bar.close()
         return parents
 
     def chat(self, messages, sampling_params=None, use_tqdm=True, **template_variables):
@@ -3031,16 +3032,15 @@ class LLM:
     def stream(self, prompt, sampling_params=None):
         """Yield RequestOutputs whose outputs hold only what is new: text and token_ids. Closing the
         generator aborts the request."""
-        params = self.default_sampling_params() if sampling_params is None else sampling_params
-        pendings = self._add_all([prompt], [params])
-        for _ in self._run(pendings):
+        params, pendings = sampling_params or self.default_sampling_params(), []
+        for _ in self._run([prompt], [params], pendings):
             news = [delta for pending in pendings if (delta := pending.take_delta())]
             if news:
                 yield replace(pendings[0].parent, outputs=news)
 
-    def _add_all(self, prompts, params):
+    def _add_all(self, prompts, params, pendings):
         """Check every prompt before the first is queued: bad input leaves nothing behind."""
-        checked, pendings = [], []
+        checked = []
         for i, (prompt, param) in enumerate(zip(prompts, params)):
             with explained(f"prompt {i}", ValueError) if prompts[1:] else contextlib.nullcontext():
                 checked.append(self.front.make_requests(prompt, param))
@@ -3049,7 +3049,6 @@ class LLM:
                 pendings += self.front.register(parent, messages)
                 for message in messages:
                     self.core.add_request(message)
-        return pendings
 
     @contextlib.contextmanager
     def _whole(self):
@@ -3065,9 +3064,11 @@ class LLM:
         if pressed and callable(before):
             before(*pressed[0])
 
-    def _run(self, pendings):
-        """Step until all are finished, yielding after each; leaving early aborts the rest."""
+    def _run(self, prompts, params, pendings):
+        """Queue and step until all are finished, yielding first once queued, then after steps."""
         try:
+            self._add_all(prompts, params, pendings)
+            yield
             while self.core.scheduler.requests and not all(p.parent.finished for p in pendings):
                 with self._whole():
                     stopped = self.front.process(self.core.step())
@@ -3075,7 +3076,7 @@ class LLM:
                     self.core.clock.lap("detokenize")
                 yield
             yield  # another caller's loop may have finished these
-        finally:
+        finally:  # whoever leaves early aborts the rest
             with self._whole():
                 left = [i for i, pending in self.front.pending.items() if pending in pendings]
                 self.core.abort_requests(left)
