@@ -15,13 +15,13 @@ CONTENTS
     2  References                the definitions, in plain torch
     3  Launching Triton kernels  tiles per GPU
     4  Memory-bound kernels      norm, activation, RoPE and cache write, argmax
-    5  Flash attention           forward and backward: article 7
-    6  Paged attention           block tables and split contexts: article 3
+    5  Flash attention           forward and backward (Dao et al. 2022, 2023)
+    6  Paged attention           block tables and split contexts (Kwon et al. 2023)
     7  Narrow weights            int8, int4 and fp8 matrix products
     8  The CPU members, in C     one C source, built at first use
     9  Wrappers                  checks, dispatch, the table KERNELS
     10 Attention backends        the table ATTENTION and the choice at start-up
-    11 The numbers of article 7  what flash attention moves and saves
+    11 The numbers of section 5  what flash attention moves and saves
 
 Letters: T tokens in the step, S sequences, E model width, H query heads, KH key/value heads,
 G = H // KH, D head width, F MLP width, V vocabulary, NB blocks, BS block size.
@@ -254,12 +254,16 @@ def flash_backward_ref(do, q, k, v, out, lse, start_q, start_k, max_q, max_k, sc
         o, _ = flash_attention_ref(*leaves, start_q, start_k, max_q, scale, window, softcap)
         return [g.to(q.dtype) for g in torch.autograd.grad(o, leaves, do.float())]
 
-def each_sequence(kv, meta):
-    """(rows of the batch, k, v) of every sequence with queries and keys; k, v fp32 (n, KH, D)."""
+def each_sequence(kv, meta, window=0):
+    """(rows of the batch, k, v) of every sequence with queries and keys; k, v fp32 (n, KH, D), zero
+    before the window of the first query: those blocks may belong to somebody else by now."""
     starts = meta.query_start_loc.tolist()
     for s, n in enumerate(meta.seq_lens.tolist()):
-        if n and starts[s] < starts[s + 1]:
-            yield slice(starts[s], starts[s + 1]), *gather_kv(kv, meta.block_table[s], n)
+        q_len = starts[s + 1] - starts[s]
+        if n and q_len:
+            k, v = pair = gather_kv(kv, meta.block_table[s], n)
+            pair[:, : max(n - q_len - window + 1, 0) if window else 0] = 0
+            yield slice(starts[s], starts[s + 1]), k, v
 
 def attention_ref(q, kv, meta, scale, window=0, softcap=0.0, lse=None):
     """Softmax attention through the block table, one sequence at a time. q (T, H, D) -> (T, H, D).
@@ -267,7 +271,7 @@ def attention_ref(q, kv, meta, scale, window=0, softcap=0.0, lse=None):
     out = q.new_zeros(q.shape)
     lse = torch.empty(q.shape[:2], device=q.device) if lse is None else lse
     lse.fill_(-math.inf)
-    for rows, k, v in each_sequence(kv, meta):
+    for rows, k, v in each_sequence(kv, meta, window):
         o, lse[rows] = dense_attention(q[rows], k, v, scale, window, softcap)
         out[rows] = o.to(q.dtype)
     return out
@@ -864,7 +868,8 @@ def _paged_kernel(
         return
     context = tl.load(len_ptr + seq) - q_len           # -1 for a padding row: it sees nothing
     end = context + tl.minimum(first + BQ, q_len)
-    lo = tl.maximum(0, context + first - WINDOW + 1) // BN * BN if WINDOW > 0 else 0
+    seen = tl.maximum(0, context + first - WINDOW + 1) if WINDOW > 0 else 0    # by the first row
+    lo = seen // BN * BN
     if SPLIT:
         lo = tl.maximum(lo, piece * PIECE)
         end = tl.minimum(end, (piece + 1) * PIECE)
@@ -883,7 +888,7 @@ def _paged_kernel(
     acc = tl.zeros((BM, DP), tl.float32)
     for n0 in tl.range(lo, end, BN, num_stages=STAGES):
         n = n0 + tl.arange(0, BN)
-        n_ok = n < end
+        n_ok = (n >= seen) & (n < end) if WINDOW > 0 else n < end
         if BS % BN == 0:                               # the tile lies in one block: one table entry
             block_id = tl.load(table_row + n0 // BS)
         else:
@@ -2199,7 +2204,7 @@ def attention_sdpa(q, kv, meta, scale, window=0, softcap=0.0):
       torch's CPU kernel runs it three to four times slower in bf16."""
     require(not softcap, "sdpa has no softcap")
     out = q.new_zeros(q.shape)
-    for rows, *pair in each_sequence(kv, meta):
+    for rows, *pair in each_sequence(kv, meta, window):
         k, v = (x.to(q.dtype).transpose(0, 1) for x in pair)                     # (KH, n, D)
         grouped = q[rows].unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)         # (KH, G, q_len, D)
         _, G, q_len, _ = grouped.shape
@@ -2253,11 +2258,10 @@ def select_attention(requested="auto", **facts):
 
 
 # ==================================================================================================
-# 11  The numbers of article 7
+# 11  The numbers of section 5
 # ==================================================================================================
 # Flash attention is an argument about bytes. These functions count what the kernels above move, so
-# that the argument can be checked without a GPU; each is called by a test with the article's
-# numbers.
+# that the argument can be checked without a GPU; each is called by a test with known numbers.
 #
 #     v1   for each K/V tile: for each Q tile      Q, O and m, l travel once per K/V tile
 #     v2   for each Q tile:   for each K/V tile    K and V travel once per Q tile; O is written once

@@ -5101,6 +5101,32 @@ def test_c_equals_reference_on_the_shared_cases(name):
             compare(name, case, run_case(name, case, "c"), run_case(name, case, "torch"))
 
 
+@pytest.mark.parametrize("name", kernels.ATTENTION)
+@pytest.mark.parametrize("q_len", [1, 3, 12])
+def test_what_a_window_has_passed_is_never_read(name, q_len):
+    """Blocks before the window may hold anything, NaN too: they are the null block, or somebody
+    else's by now. Here block 0 stands for two expired blocks of a sequence of 14."""
+    backend, window, BS = kernels.ATTENTION[name], 5, 4
+    facts = dict(device="cpu", dtype=FP32, kv_dtype=FP32, head_dim=16, block_size=BS, group=2)
+    if backend.why_not(**facts):
+        pytest.skip(f"{name}: {backend.why_not(**facts)}")
+    generator = torch.Generator().manual_seed(q_len)
+    data = torch.randn(2, 5, BS, 2, 16, generator=generator)
+    q = torch.randn(q_len, 4, 16, generator=generator)
+    first = 14 - q_len - window + 1  # the first query sees from here on
+    table = [0 if (i + 1) * BS <= first else i + 1 for i in range(4)]
+    meta = kernels.AttentionMetadata(
+        torch.tensor([0, q_len], dtype=torch.int32), torch.tensor([14], dtype=torch.int32),
+        torch.tensor([table], dtype=torch.int32), torch.full((q_len,), -1), q_len, 14)
+    clean = backend(q, kernels.LayerKV(data), meta, 0.25, window)
+    poisoned = data.clone()
+    poisoned[:, 0] = math.nan
+    for pos in range(max(first, 0)):
+        poisoned[:, table[pos // BS], pos % BS] = math.nan
+    got = backend(q, kernels.LayerKV(poisoned), meta, 0.25, window)
+    assert got.isfinite().all() and torch.equal(got, clean)
+
+
 @needs_triton
 def test_engine_gives_the_same_tokens_with_triton(monkeypatch):
     """The toy model, greedy: attention by the interpreted kernel, then every operation by Triton."""
@@ -5547,8 +5573,8 @@ MUTANTS = [     # name, kernel, text, its replacement
      "return tl.clamp(x / factor, -TOP / 2, TOP / 2), amax"),
     ("window off by one", "paged_attention", "seen = seen & (pos - cols < WINDOW)",
      "seen = seen & (pos - cols <= WINDOW)"),
-    ("window starts a tile late", "paged_attention", "lo = tl.maximum(0, context + first - WINDOW + 1) // BN * BN",
-     "lo = tl.maximum(0, context + first - WINDOW + 1 + BN) // BN * BN"),
+    ("window starts a tile late", "paged_attention", "lo = seen // BN * BN",
+     "lo = (seen + BN) // BN * BN"),
     ("softcap after the mask is skipped", "paged_attention", "s = t * (softcap * LOG2E)", "s = t * LOG2E"),
     ("rows of the next block are stored", "paged_attention", "row_ok = (r < BQ * G) & (token < q_len)\n    mask",
      "row_ok = token < q_len\n    mask"),
