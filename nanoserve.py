@@ -641,8 +641,7 @@ class Tokenizer:
                 "messages must be a list of objects with a role and content")
         variables = {**self.special, "tools": None, "documents": None, **variables}
         template = self._template
-        with explained("the chat template refused",
-                       jinja2.TemplateError, TypeError, KeyError, AttributeError):
+        with explained("the chat template refused", Exception):  # it is a program, too
             return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **variables)
 
