@@ -1831,7 +1831,7 @@ def c_library():
         key = hashlib.sha256(repr((C_SOURCE, C_FLAGS, macros)).encode()).hexdigest()[:16]
         cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         file = cache / "nanoserve" / f"{key}.so"
-        if not file.exists():
+        if not (file.exists() and file.read_bytes().endswith(key.encode())):
             _build(cc, file)
         lib = ctypes.CDLL(str(file))
         lib.run.argtypes, lib.run.restype = [ctypes.c_char_p], None
@@ -1846,12 +1846,15 @@ def _compiler(cc, *args):
     return subprocess.run([*cc, *C_FLAGS, *args], capture_output=True, check=True).stdout
 
 def _build(cc, file):
-    """Compile under a name of its own, then rename: another process sees the whole file or none."""
+    """Compile under a name of its own, then rename: another process sees the whole file or none.
+    Its last bytes are its name: a file that a full disk cut short would crash the program."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         source, built = pathlib.Path(folder, "kernels.c"), pathlib.Path(folder, "kernels.so")
         source.write_text(C_SOURCE)
         _compiler(cc, str(source), "-o", str(built), "-lm")
+        with open(built, "ab") as end:
+            end.write(file.stem.encode())
         os.replace(built, file)
 
 def _record(kind, pointers, numbers, floats=0):

@@ -5379,6 +5379,14 @@ def test_the_library_is_built_once_and_leaves_one_file(tmp_path):
     assert len(stamps) == 1
 
 
+@needs_c
+def test_a_library_that_was_cut_short_is_built_again(tmp_path):
+    assert build_library(tmp_path) == ["True", "None"]
+    (file,) = (tmp_path / "cache/nanoserve").iterdir()
+    file.write_bytes(file.read_bytes()[:20_000])
+    assert build_library(tmp_path) == ["True", "None"] and file.stat().st_size > 20_000
+
+
 # ==================================================================================================
 # Wrappers and selection
 # ==================================================================================================
