@@ -100,14 +100,6 @@ def require(condition, *parts):
         show = lambda p: f"{tuple(p.shape)} {p.dtype}" if isinstance(p, torch.Tensor) else str(p)
         raise ValueError(" ".join(map(show, parts)))
 
-def slot_of(pos: int, blocks: list[int], block_size: int) -> int:
-    """Cache slot of position `pos` of a sequence that owns `blocks`, in logical order.
-
-    >>> slot_of(9, [7, 3, 11], 4)
-    45
-    """
-    return blocks[pos // block_size] * block_size + pos % block_size
-
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """fp8 tensors as uint8: torch cannot index them, but it can move their bytes."""
     return x.view(torch.uint8) if x.dtype in FP8_MAX else x
@@ -123,7 +115,11 @@ def half(blocks, start):
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 def nibbles(packed):
-    """(N, 16) bytes -> (N, 32) values 0..15: all low halves, then all high halves."""
+    """(N, 16) bytes -> (N, 32) values 0..15: all low halves, then all high halves.
+
+    >>> nibbles(torch.tensor([[0x21, 0x43]], dtype=torch.uint8)).tolist()
+    [[1, 3, 2, 4]]
+    """
     return torch.cat([packed & 15, packed >> 4], dim=1)
 
 def fifth_bits(packed):

@@ -4777,7 +4777,7 @@ def paged_case(label, q_lens, lens, H=6, KH=2, D=64, BS=16, dtype=FP32, cache=No
     for s, n in enumerate(lens):
         table[s, :counts[s]] = order[used:used + counts[s]]
         used += counts[s]
-        slots = torch.tensor([kernels.slot_of(pos, table[s].tolist(), BS) for pos in range(n)], dtype=torch.int64)
+        slots = torch.tensor([ns.slot_of(int(table[s, pos // BS]), pos, BS) for pos in range(n)], dtype=torch.int64)
         k, v = normal(n, KH, D, seed=seed + 2 * s, dtype=dtype), normal(n, KH, D, seed=seed + 2 * s + 1,
                                                                         dtype=dtype)
         if rising:                        # scores grow from tile to tile: every tile rescales the last
