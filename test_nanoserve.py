@@ -5615,6 +5615,7 @@ def load_mutant(folder, old, new):
     import importlib.util
     source = Path(kernels.__file__).read_text()
     assert old in source, f"the mutation list is stale: {old!r} is not in kernels.py"
+    shutil.copy(Path(kernels.__file__).with_name("kernels.c"), folder)
     path = folder / "kernels_mutant.py"
     path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location("kernels_mutant", path)

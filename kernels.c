@@ -1,0 +1,621 @@
+// The CPU members of kernels.py, which builds this file at first use and says in its section 8 what
+// it is about: read that first. Contents: numbers, the team, elementwise, the inner loop of every
+// matrix product, linear layers, attention, and `run`, the only entry.
+#include <math.h>
+#include <omp.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+enum { ROWS = 8 };  // rows of one pass of `tile`: 8 x 2 sums and 2 panel vectors, in 32 registers
+#else
+enum { ROWS = 2 };
+#endif
+enum { NC = 32, CHUNK = 128 };  // columns of a panel, positions of a piece of context
+// ---- numbers ------------------------------------------------------------------------------------
+// Every operator exists for fp32 and bf16. `bf` is a constant in each copy: INLINE functions are
+// always inlined, so `if (bf)` leaves no branch in the machine code. A vector has 16 floats; a CPU
+// with narrower registers uses several for each. Matrices are row-major, strides in elements.
+#define INLINE static inline __attribute__((always_inline))
+typedef float f32s __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t i32s __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t u32s __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t u16s __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t word __attribute__((aligned(2), may_alias));  // one fp32, or two bf16
+INLINE long size_of(int bf) { return bf ? 2 : 4; }
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long most(long a, long b) { return a > b ? a : b; }
+INLINE long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
+INLINE f32s splat(float x) { return x - (f32s){}; }
+INLINE u32s splat_word(uint32_t x) { return x - (u32s){}; }
+INLINE f32s where(i32s m, f32s yes, f32s no) { return (f32s)(((i32s)yes & m) | ((i32s)no & ~m)); }
+INLINE f32s larger(f32s a, f32s b) {  // b when either is NaN
+#ifdef __AVX512F__  // one instruction; of the line below gcc 12 makes three
+  return (f32s)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return where(a > b, a, b);
+#endif
+}
+// A bf16 is the upper half of an fp32. Rounding to nearest even adds 0x7fff, and one more if the
+// part that is kept is odd. A NaN is kept apart, or the addition could turn it into infinity.
+INLINE u32s round_bf16(f32s x) {
+  u32s u = (u32s)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return (u32s)where(x == x, (f32s)rounded, (f32s)splat_word(0x7fc0));
+}
+INLINE f32s load16(int bf, const char *p) {
+  if (!bf) return *(const f32s *)p;
+#ifdef __AVX512BF16__  // gcc 12 makes four instructions of the conversion below
+  return (f32s)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
+#else
+  return (f32s)(__builtin_convertvector(*(const u16s *)p, u32s) << 16);
+#endif
+}
+INLINE void store16(int bf, char *p, f32s x) {
+  if (!bf) { *(f32s *)p = x; return; }
+#ifdef __AVX512BF16__  // the same rounding in one instruction; numbers below 2^-126 become 0
+  __m256bh half = _mm512_cvtneps_pbh((__m512)x);
+  memcpy(p, &half, 32);
+#else
+  *(u16s *)p = __builtin_convertvector(round_bf16(x), u16s);
+#endif
+}
+// Elements i..i+15 of a row of n: lanes past the end read as 0 and are not written.
+INLINE f32s get(int bf, const char *row, long i, long n) {
+  row += i * size_of(bf);
+  if (n - i >= 16) return load16(bf, row);
+  char part[64] = {0};
+  memcpy(part, row, (n - i) * size_of(bf));
+  return load16(bf, part);
+}
+INLINE void put(int bf, char *row, long i, long n, f32s x) {
+  row += i * size_of(bf);
+  if (n - i >= 16) { store16(bf, row, x); return; }
+  char part[64];
+  store16(bf, part, x);
+  memcpy(row, part, (n - i) * size_of(bf));
+}
+// The lanes of v in another order, and lanes of two vectors picked into one.
+#define PICK(v, w, ...) __builtin_shufflevector(v, w, __VA_ARGS__)
+// Sum or maximum of 16 lanes, always folded in the same order: 16 -> 8 -> 4 -> 2 -> 1.
+#define FOLD(v, OP) \
+  v = OP(v, PICK(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
+  v = OP(v, PICK(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
+  v = OP(v, PICK(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
+  v = OP(v, PICK(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))
+#define PLUS(a, b) ((a) + (b))
+INLINE float lanes_sum(f32s v) { FOLD(v, PLUS); return v[0]; }
+INLINE float lanes_max(f32s v) { FOLD(v, larger); return v[0]; }
+// e^x = 2^n e^r with |r| <= ln(2)/2: a polynomial for e^r, and n written into the exponent bits.
+// Relative error 2e-7. Below -87 it is exactly 0, so that a masked score has exactly no weight.
+INLINE f32s exp16(f32s x) {
+  f32s y = where(x > 88.f, splat(88.f), where(x < -87.f, splat(-87.f), x));
+  f32s n = (y * 1.44269504f + 12582912.f) - 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+  f32s r = (y - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts keeps r exact
+  f32s p = 1.f + r * (1.f + r * (0.5f + r * (0.166666655f + r * (0.0416664853f
+         + r * (0.00833336077f + r * 0.00139304355f)))));
+  f32s power = (f32s)((__builtin_convertvector(n, i32s) + 127) << 23);
+  return where(x < -87.f, splat(0.f), p * power);
+}
+// ---- the team -----------------------------------------------------------------------------------
+// All threads run one operator; each takes the next ticket until none is left. A thread that wakes
+// late (sleeping threads need 50 us) or has to share its core just takes fewer.
+typedef struct { atomic_long ticket; atomic_int waiting, turn; float *shared; } Team;
+INLINE long next(Team *t) { return atomic_fetch_add(&t->ticket, 1); }
+static void barrier(Team *t) {
+  int size = omp_get_num_threads(), turn = atomic_load(&t->turn);
+  if (atomic_fetch_add(&t->waiting, 1) == size - 1) {
+    atomic_store(&t->ticket, 0);
+    atomic_store(&t->waiting, 0);
+    atomic_store(&t->turn, turn + 1);
+  } else {
+    for (long spins = 0; atomic_load(&t->turn) == turn; spins++) if (spins > 2000) sched_yield();
+  }
+}
+// Working memory: growing buffers of each thread, kept between calls. Callers do not meet.
+typedef struct { char *p; size_t size; } Buffer;
+static _Thread_local Buffer own, common;
+static char *room(Buffer *b, size_t size) {
+  if (size > b->size) {
+    free(b->p);
+    b->size = round_up(size * 5 / 4, 64);
+    b->p = aligned_alloc(64, b->size);
+  }
+  return b->p;
+}
+// for (m = each row of M), rows of `width` elements dealt out in blocks that take some microseconds
+#define EACH_ROW(m, M, width) \
+  for (long b_, n_ = 1 + 16384 / (width); (b_ = next(t) * n_) < (M);) \
+    for (long m = b_; m < least(M, b_ + n_); m++)
+// ---- elementwise --------------------------------------------------------------------------------
+// Row m of x starts at m / inner * ldx + m % inner * E: heads that lie inside qkv need no copy. The
+// residual is fp32: x is added to it in place, and the norm of the sum is what comes out.
+INLINE void rms_norm(int bf, Team *t, const char *x, const char *w, char *residual, char *out,
+                     long M, long inner, long E, long ldx, int wbf, float eps) {
+  long z = size_of(bf);
+  EACH_ROW(m, M, E) {
+    const char *row = x + (m / inner * ldx + m % inner * E) * z;
+    char *res = residual ? residual + m * E * 4 : 0;
+    f32s sum = {};
+    for (long i = 0; i < E; i += 16) {
+      f32s v = get(bf, row, i, E);
+      if (res) { v += get(0, res, i, E); put(0, res, i, E, v); }
+      sum += v * v;
+    }
+    float scale = 1.f / sqrtf(lanes_sum(sum) / E + eps);
+    for (long i = 0; i < E; i += 16) {
+      f32s v = res ? get(0, res, i, E) : get(bf, row, i, E);
+      put(bf, out + m * E * z, i, E, v * scale * get(wbf, w, i, E));
+    }
+  }
+}
+INLINE void silu_mul(int bf, Team *t, const char *x, char *out, long T, long F, long ldx) {
+  long z = size_of(bf);
+  EACH_ROW(m, T, F) for (long i = 0; i < F; i += 16) {
+    const char *gate = x + m * ldx * z, *up = gate + F * z;
+    f32s g = get(bf, gate, i, F);
+    put(bf, out + m * F * z, i, F, g / (1.f + exp16(-g)) * get(bf, up, i, F));
+  }
+}
+// Turns one head: coordinates i and i + half, or 2i and 2i+1 when interleaved, by the angle of i.
+INLINE void rotate(int bf, char *head, const float *cos_sin, long half, int interleaved) {
+  const char *c = (const char *)cos_sin, *s = (const char *)(cos_sin + half);
+  char *high = head + half * size_of(bf);
+  for (long i = 0; !interleaved && i < half; i += 16) {
+    f32s co = get(0, c, i, half), si = get(0, s, i, half);
+    f32s a = get(bf, head, i, half), b = get(bf, high, i, half);
+    put(bf, head, i, half, a * co - b * si);
+    put(bf, high, i, half, b * co + a * si);
+  }
+  for (long i = 0; interleaved && i < half; i++) {
+    float co = cos_sin[i], si = cos_sin[half + i];
+    f32s v = get(bf, head, 2 * i, 2 * i + 2);
+    v = (f32s){v[0] * co - v[1] * si, v[1] * co + v[0] * si};
+    put(bf, head, 2 * i, 2 * i + 2, v);
+  }
+}
+// The cache by its strides: plane (K, V), block, slot in the block, head.
+typedef struct { char *data; long plane, block, token, head, BS; } Cache;
+INLINE void rope_store(int bf, Team *t, char *qkv, const float *cos_sin, const char *positions,
+                       int wide, const int64_t *slots, Cache c, long T, long H, long KH, long D,
+                       long ldx, long rotary, int interleaved) {
+  long z = size_of(bf);
+  EACH_ROW(i, T, ldx) {
+    long pos = wide ? ((const int64_t *)positions)[i] : ((const int32_t *)positions)[i];
+    char *row = qkv + i * ldx * z, *k = row + H * D * z;
+    for (long h = 0; h < H + KH; h++)
+      rotate(bf, row + h * D * z, cos_sin + pos * rotary, rotary / 2, interleaved);
+    if (slots[i] < 0) continue;
+    char *to = c.data + (slots[i] / c.BS * c.block + slots[i] % c.BS * c.token) * z;
+    for (long h = 0; h < 2 * KH; h++)  // the keys of all heads, then the values
+      memcpy(to + (h / KH * c.plane + h % KH * c.head) * z, k + h * D * z, D * z);
+  }
+}
+// The largest of each block of 1024 first, then where the first of the best blocks has it.
+INLINE void argmax(int bf, Team *t, const char *x, int64_t *out, long S, long V, long ldx) {
+  for (long m; (m = next(t)) < S;) {
+    const char *row = x + m * ldx * size_of(bf);
+    float best = -INFINITY;
+    long at = 0;
+    for (long b = 0; b < V; b += 1024) {
+      f32s top = splat(-INFINITY);
+      long end = least(V, b + 1024), i = b;
+      for (; i + 16 <= end; i += 16) top = larger(load16(bf, row + i * size_of(bf)), top);
+      for (; i < end; i++) top = larger(splat(get(bf, row, i, i + 1)[0]), top);
+      float largest = lanes_max(top);
+      if (largest > best) { best = largest; at = b; }
+    }
+    while (at < V && get(bf, row, at, at + 1)[0] != best) at++;
+    out[m] = at < V ? at : 0;  // a row of NaN has no largest element
+  }
+}
+// ---- the inner loop of every matrix product -----------------------------------------------------
+// c[R][32] = x[R][K] @ panel, where a panel holds 32 columns of the right-hand matrix k by k:
+//     fp32  [K][32]        k=0: columns 0..31 | k=1: columns 0..31 | ..
+//     bf16  [K/2][32][2]   two consecutive k of a column side by side, as the dot instruction wants
+// The panel is one stream of memory, read once. A product with one row (a GEMV) is nothing but that
+// stream: two flops per weight, while a core could do a hundred until the next one arrives. Up to 8
+// rows use a panel vector from its register. c sums over k in the same order for every R.
+INLINE f32s dot2(f32s acc, u32s w, u32s x) {
+#ifdef __AVX512BF16__  // 32 multiply-adds in one instruction, which no compiler finds by itself
+  return (f32s)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+#else
+  acc += (f32s)(w << 16) * (f32s)(x << 16);
+  return acc + (f32s)(w & 0xffff0000u) * (f32s)(x & 0xffff0000u);
+#endif
+}
+INLINE f32s multiply_add(int bf, f32s acc, u32s w, const char *x) {  // x: one word for all lanes
+  u32s b = splat_word(*(const word *)x);
+  if (bf) return dot2(acc, w, b);
+  return acc + (f32s)w * (f32s)b;
+}
+INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long K,
+                 f32s c[ROWS][2]) {
+  for (int r = 0; r < R; r++) c[r][0] = c[r][1] = (f32s){};
+  for (long k = 0; k < (bf ? K / 2 : K); k++, panel += 128, x += 4) {
+    u32s w0 = *(const u32s *)panel, w1 = *(const u32s *)(panel + 64);
+    for (int r = 0; r < R; r++) {
+      c[r][0] = multiply_add(bf, c[r][0], w0, x + r * ldx * size_of(bf));
+      c[r][1] = multiply_add(bf, c[r][1], w1, x + r * ldx * size_of(bf));
+    }
+  }
+}
+// f(R, ..) with R = least(rows, ROWS) as a constant: one copy of the code for each row count.
+#define ONE(n, f, ...) case n: if (n <= ROWS) f((n <= ROWS ? n : ROWS), __VA_ARGS__); break;
+#define WITH_R(rows, f, ...) switch (least(rows, ROWS)) { \
+  ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) \
+  ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
+// ---- linear layers ----------------------------------------------------------------------------
+// out[T][N] = x[T][K] @ w^T + bias, w in bf16. An fp32 x is split into two bf16 numbers, x = high +
+// low, and multiplied twice: 16 bits of x count, and at few rows, where reading w takes the time,
+// it costs nothing. Threads share the panels. Rows go in blocks of 192: a block of x stays in the
+// second-level cache while the panels pass by.
+INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char *x,
+                        const char *low, long ldx, long K, const char *bias, char *out,
+                        long column, long N) {
+  f32s c[ROWS][2], d[ROWS][2];
+  tile(1, R, panel, x, ldx, K, c);
+  if (!bf) tile(1, R, panel, low, ldx, K, d);
+  for (int r = 0; r < R; r++) for (int j = 0; j < 2 && column + 16 * j < N; j++) {
+    if (!bf) c[r][j] += d[r][j];
+    if (bias) c[r][j] += get(bf, bias, column + 16 * j, N);
+    put(bf_out, out + r * N * size_of(bf_out), column + 16 * j, N, c[r][j]);
+  }
+}
+INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
+                   long T, long N, long K, long ldx, int bf_out) {
+  long panels = (N + NC - 1) / NC, step = 1 + panels / (8 * omp_get_num_threads());
+  long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
+  char *low = (char *)t->shared + T * K * 2;
+  if (!bf) {
+    char *high = (char *)t->shared;
+    for (long m; (m = next(t)) < T;) for (long i = 0; i < K; i += 16) {
+      f32s v = get(0, x + m * ldx * 4, i, K);
+      put(1, high + m * K * 2, i, K, v);
+      put(1, low + m * K * 2, i, K, v - get(1, high + m * K * 2, i, K));
+    }
+    barrier(t);
+    x = high; ldx = K;
+  }
+  for (long i; (i = next(t)) < groups * blocks;) {
+    long p0 = i % groups * step, m0 = i / groups * 192, m1 = least(T, m0 + 192);
+    for (long p = p0; p < least(panels, p0 + step); p++) for (long m = m0; m < m1; m += ROWS)
+      WITH_R(m1 - m, linear_rows, bf, bf_out, w + p * K * NC * 2, x + m * ldx * 2,
+             low + m * ldx * 2, ldx, K, bias, out + m * N * size_of(bf_out), p * NC, N)
+  }
+}
+// ---- attention over the paged cache: one chunk --------------------------------------------------
+// Positions are taken in chunks of 128. Each chunk is a complete small attention: the largest score
+// m, the sum l of e^(s-m), and o, the sum of e^(s-m) v. Two such results merge into one:
+//     m = max(m1, m2)    l = l1 e^(m1-m) + l2 e^(m2-m)    o = o1 e^(m1-m) + o2 e^(m2-m)
+// and the answer is o / l: the *online softmax* (Milakov and Gimelshein 2018). Merging as one goes
+// is FlashAttention; chunks computed by other threads and merged at the end are flash-decoding.
+// Here both do the same operations in the same order, hence the same bits.
+static const float NEVER = -1e30f;  // a score that is not seen; finite: NEVER - NEVER is not NaN
+// Where the rows of a chunk lie. While one chunk is computed the next is asked for, a few rows at a
+// time: memory answers after hundreds of cycles, and blocks lie anywhere.
+typedef struct { const char *k[CHUNK], *v[CHUNK]; long n, fetched, bytes; } Rows;
+INLINE void fetch(Rows *r, long count) {
+  for (long end = least(r->n, r->fetched + count); r->fetched < end; r->fetched++)
+    for (long b = 0; b < r->bytes; b += 64) {
+      __builtin_prefetch(r->k[r->fetched] + b);
+      __builtin_prefetch(r->v[r->fetched] + b);
+    }
+}
+static __attribute__((noinline)) u32s last_words(const char *p, long bytes) {
+  char part[64] = {0};
+  if (bytes > 0) memcpy(part, p, bytes);
+  return *(const u32s *)part;
+}
+// 64 bytes of a row that has `bytes` left, then zeros.
+INLINE u32s words(const char *p, long bytes) {
+  return bytes >= 64 ? *(const u32s *)p : last_words(p, bytes);
+}
+// Keys: 16 words of 16 positions, turned so that a vector holds one word of every position. Each
+// round of SWAP mixes the rows that are n apart; the first two leave words 4i+1 and 4i+2 exchanged.
+#define SWAP(n, LOW, HIGH) for (int i = 0; i < 16; i++) if (!(i & n)) { \
+  u32s x = a[i], y = a[i + n]; a[i] = PICK(x, y, LOW); a[i + n] = PICK(x, y, HIGH); }
+#define LOW32 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define HIGH32 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define LOW64 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH64 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define EVEN128 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define ODD128 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+INLINE void transpose16(u32s *a) {
+#ifdef __AVX512F__  // gcc 12 makes 256 scalar moves of the loops below
+  SWAP(1, LOW32, HIGH32) SWAP(2, LOW64, HIGH64) SWAP(4, EVEN128, ODD128) SWAP(8, EVEN128, ODD128)
+  for (int i = 1; i < 16; i += 4) { u32s x = a[i]; a[i] = a[i + 1]; a[i + 1] = x; }
+#else
+  u32s b[16];
+  memcpy(b, a, sizeof b);
+  for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++)
+    ((word *)a)[i * 16 + j] = ((word *)b)[j * 16 + i];
+#endif
+}
+INLINE void key_words(int bf, const char **rows, long d, long D, u32s *w) {
+  long z = size_of(bf), bytes = (D - d) * z;
+  if (bytes >= 64) for (int i = 0; i < 16; i++) w[i] = *(const u32s *)(rows[i] + d * z);
+  else for (int i = 0; i < 16; i++) w[i] = last_words(rows[i] + d * z, bytes);
+  transpose16(w);
+}
+// Values: 32 coordinates of one position, or of two in bf16: the even coordinates of both, then the
+// odd ones, because that interleaving needs no shuffle. `finish` puts them back in order.
+INLINE void value_words(int bf, const char **rows, long d, long D, u32s w[2]) {
+  long z = size_of(bf), bytes = (D - d) * z;
+  w[0] = words(rows[0] + d * z, bytes);
+  if (!bf) { w[1] = words(rows[0] + d * z + 64, bytes - 64); return; }
+  u32s x = w[0], y = words(rows[1] + d * z, bytes);
+  w[0] = (x & 0xffffu) | (y << 16);
+  w[1] = (x >> 16) | (y & 0xffff0000u);
+}
+// Both as panels of `tile`: keys [n/32][words of D][32 positions], values [D/32][positions][32].
+INLINE void pack(int bf, Rows *now, long D, char *keys, char *values) {
+  long z = size_of(bf), per = 64 / z, DP = round_up(D, NC);
+  for (long t = 0; t < now->n; t += 16) for (long d = 0; d < D; d += per) {
+    u32s w[16];
+    key_words(bf, now->k + t, d, D, w);
+    char *to = keys + t / NC * NC * DP * z + d * NC * z + t % NC * 4;
+    for (int i = 0; i < 16; i++) *(u32s *)(to + i * NC * 4) = w[i];
+  }
+  for (long d = 0; d < D; d += NC) for (long t = 0; t < now->n; t += bf ? 2 : 1)
+    value_words(bf, now->v + t, d, D, (u32s *)(values + (d * CHUNK + t * NC) * z));
+}
+// One row of state is m, l and o[DP]. Not inlined: every merge must round alike.
+static __attribute__((noinline)) void merge(float *to, float m1, float l1, const float *o1,
+                                            long DP) {
+  float m = to[0] > m1 ? to[0] : m1;
+  f32s old = exp16(splat(to[0] - m)), new = exp16(splat(m1 - m));
+  for (long i = 0; i < DP; i += 16)
+    *(f32s *)(to + 2 + i) = *(f32s *)(to + 2 + i) * old + *(const f32s *)(o1 + i) * new;
+  to[0] = m;
+  to[1] = to[1] * old[0] + l1 * new[0];
+}
+// Scores s[n] of one row become weights e^(s-m) in p; returns their sum. The row sees from..to-1.
+INLINE float softmax(int bf, float *s, long n, int from, int to, float softcap, float *m, char *p) {
+  const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32s top = splat(NEVER), sum = {};
+  for (long t = 0; t < n; t += 16) {
+    f32s x = *(f32s *)(s + t);
+    if (softcap > 0) x = softcap * (1.f - 2.f / (exp16(x * (2.f / softcap)) + 1.f));  // c tanh(x/c)
+    if (t < from || t + 16 > to)
+      x = where((lane + (int)t >= from) & (lane + (int)t < to), x, splat(NEVER));
+    *(f32s *)(s + t) = x;
+    top = larger(x, top);
+  }
+  *m = lanes_max(top);
+  float shift = from < to ? *m : 0.f;  // a row that sees nothing: weights e^NEVER = 0
+  for (long t = 0; t < n; t += 16) {
+    f32s e = exp16(*(f32s *)(s + t) - shift);
+    store16(bf, p + t * size_of(bf), e);
+    sum += load16(bf, p + t * size_of(bf));  // of the rounded weights, so that they add up to one
+  }
+  return lanes_sum(sum);
+}
+// R rows of x times packed panels, for both products of a prompt's chunk ..
+INLINE void times_panels(int R, int bf, const char *panels, const char *x, long ld, long K,
+                         long columns, float *out, long ldo) {
+  f32s c[ROWS][2];
+  for (long n = 0; n < columns; n += NC) {
+    tile(bf, R, panels + n * ld * size_of(bf), x, ld, K, c);
+    for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++)
+      *(f32s *)(out + r * ldo + n + 16 * j) = c[r][j];
+  }
+}
+// .. and straight from the cache, for a decode step: a word is used once, so storing it would not
+// pay. The sums run in the same order: a token has the same bits in a prompt and in a decode step.
+INLINE void scores_direct(int R, int bf, Rows *now, Rows *ahead, const char *q, long DP, long D,
+                          float (*s)[CHUNK]) {
+  for (long t = 0; t < now->n; t += 16) {
+    f32s c[ROWS] = {};
+    for (long d = 0; d < D; d += 64 / size_of(bf)) {
+      u32s w[16];
+      key_words(bf, now->k + t, d, D, w);
+      for (int i = 0; i < 16; i++) for (int r = 0; r < R; r++)
+        c[r] = multiply_add(bf, c[r], w[i], q + (r * DP + d) * size_of(bf) + 4 * i);
+    }
+    for (int r = 0; r < R; r++) *(f32s *)(s[r] + t) = c[r];
+    fetch(ahead, 8);
+  }
+}
+INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, long DP, long D,
+                         float *o) {
+  for (long d = 0; d < DP; d += 2 * NC) {
+    f32s c[ROWS][4] = {};
+    for (long t = 0; t < now->n; t += bf ? 2 : 1) {
+      u32s w[4];
+      value_words(bf, now->v + t, d, D, w);
+      value_words(bf, now->v + t, d + NC, D, w + 2);
+      for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++)
+        c[r][j] = multiply_add(bf, c[r][j], w[j], p + (r * CHUNK + t) * size_of(bf));
+      if (t % 16 == 0) fetch(ahead, 8);
+    }
+    for (int r = 0; r < R; r++) for (int j = 0; j < 4 && d + 16 * j < DP; j++)
+      *(f32s *)(o + r * DP + d + 16 * j) = c[r][j];
+  }
+}
+typedef struct {
+  const char *q; char *out; Cache c; const int32_t *start, *lens, *table;
+  long S, ld_table, H, KH, D, ldq, window; float scale, softcap; long G, DP, split, items;
+} Attn;
+typedef struct { const char *keys, *values; Rows *now, *ahead; } Chunk;
+// `rows` query rows, padded to R, against one chunk; row r sees from[r]..to[r]-1.
+INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, const char *q,
+                   long rows, long n, const int *from, const int *to, float *state) {
+  float s[ROWS][CHUNK], o[ROWS * a->DP], m[ROWS], l[ROWS];
+  char p[ROWS * CHUNK * 4];
+  if (direct) scores_direct(R, bf, c->now, c->ahead, q, a->DP, a->D, s);
+  else times_panels(R, bf, c->keys, q, a->DP, round_up(a->D, 2), n, s[0], CHUNK);
+  for (int r = 0; r < R; r++) {
+    for (long t = 0; t < n; t += 16) *(f32s *)(s[r] + t) *= a->scale;
+    l[r] = softmax(bf, s[r], n, from[r], to[r], a->softcap, m + r, p + r * CHUNK * size_of(bf));
+  }
+  if (direct) weigh_direct(R, bf, c->now, c->ahead, p, a->DP, a->D, o);
+  else times_panels(R, bf, c->values, p, CHUNK, n, a->DP, o, a->DP);
+  for (int r = 0; r < rows; r++) merge(state + r * (a->DP + 2), m[r], l[r], o + r * a->DP, a->DP);
+}
+// ---- attention over the paged cache: the whole step ---------------------------------------------
+// An item is some tokens of one sequence (up to 128 query rows) against one kv head, or all of them
+// when the tokens are few, which reads the cache in order. Rows of an item go by kv head, then
+// token, then query head of the group. Few items are cut further, one per chunk (`split`).
+typedef struct { long s, h, heads, r0, r1, c0, c1, first; float *part; } Item;
+INLINE long most_rows(const Attn *a) { return most(128, a->G); }
+INLINE long rows_of(const Attn *a, const Item *w) { return (w->r1 - w->r0) * a->G * w->heads; }
+INLINE long row_at(const Attn *a, const Item *w, long i, long per_token) {  // where row i begins
+  long G = a->G, R = (w->r1 - w->r0) * G;
+  return (a->start[w->s] + w->r0 + i % R / G) * per_token + ((w->h + i / R) * G + i % G) * a->D;
+}
+INLINE long row_pos(const Attn *a, long s, long row) {  // token `row` of this step's tokens of s
+  return a->lens[s] - (a->start[s + 1] - a->start[s]) + row;
+}
+INLINE long first_seen(const Attn *a, long p) { return a->window ? most(0, p - a->window + 1) : 0; }
+// Fills w (when given) with the work items and returns their count.
+static long plan(const Attn *a, Item *w, float *part) {
+  long count = 0, tokens = most(1, 128 / a->G);
+  for (long s = 0; s < a->S; s++) {
+    long L = a->start[s + 1] - a->start[s], heads = L * a->H <= 128 ? a->KH : 1;
+    for (long r0 = 0; r0 < L; r0 += tokens) {
+      long r1 = least(L, r0 + tokens), end = row_pos(a, s, r1 - 1) + 1;
+      long c0 = first_seen(a, row_pos(a, s, r0)) / CHUNK, c1 = most(c0, (end + CHUNK - 1) / CHUNK);
+      long step = a->split ? 1 : most(1, c1 - c0);  // an empty sequence: one item without chunks
+      for (long h = 0; h < a->KH; h += heads)
+        for (long c = c0; c < c1 || c == c0; c += step, count++) if (w) {
+          w[count] = (Item){s, h, heads, r0, r1, c, least(c + step, c1), c == c0, part};
+          if (a->split) part += rows_of(a, w + count) * (a->DP + 2);
+        }
+    }
+  }
+  return count;
+}
+static void clear(float *state, long rows, long DP) {
+  memset(state, 0, rows * (DP + 2) * 4);
+  for (long r = 0; r < rows; r++) state[r * (DP + 2)] = NEVER;
+}
+// Divides by the sum and writes the rows out. A row that saw nothing is 0.
+INLINE void finish(int bf, const Attn *a, const Item *w, const float *state) {
+  for (long i = 0; i < rows_of(a, w); i++, state += a->DP + 2) {
+    char *out = a->out + row_at(a, w, i, a->H * a->D) * size_of(bf);
+    f32s f = splat(state[1] == 0 ? 0.f : 1.f / state[1]);
+    for (long d = 0; d < a->D; d += NC) {
+      f32s x = *(const f32s *)(state + 2 + d) * f, y = *(const f32s *)(state + 2 + d + 16) * f;
+      u32s both = round_bf16(x) | (round_bf16(y) << 16);  // even and odd side by side again
+      if (bf) memcpy(out + d * 2, &both, least(a->D - d, NC) * 2);
+      else put(0, out, d, a->D, x);
+      if (!bf && d + 16 < a->D) put(0, out, d + 16, a->D, y);
+    }
+  }
+}
+// The rows of chunk c and head h in whole panels. Positions outside [lo, hi) are zeros: a slot that
+// nobody wrote, or a block that left the window, may hold NaN, and 0 times NaN is NaN.
+INLINE void find_rows(int bf, const Attn *a, const Item *w, long h, long c, long lo, long hi,
+                      const char *zeros, Rows *r) {
+  long from = most(c * CHUNK, lo), offset = from % a->c.BS;
+  const int32_t *block_id = a->table + w->s * a->ld_table + from / a->c.BS;
+  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC); r->fetched = 0; r->bytes = a->D * size_of(bf);
+  for (long t = 0; t < r->n; t++) {
+    r->k[t] = r->v[t] = zeros;
+    if (c * CHUNK + t < lo || c * CHUNK + t >= hi) continue;
+    long at = *block_id * a->c.block + offset * a->c.token + h * a->c.head;
+    r->k[t] = a->c.data + at * size_of(bf);
+    r->v[t] = a->c.data + (at + a->c.plane) * size_of(bf);
+    if (++offset == a->c.BS) { offset = 0; block_id++; }
+  }
+}
+// All query rows of head h of an item against one chunk, at most ROWS at a time.
+INLINE void run_chunk(int bf, const Attn *a, const Item *w, long h, long c, const Chunk *ch,
+                      const char *q, float *state) {
+  long R = (w->r1 - w->r0) * a->G, n = ch->now->n;
+  for (long i = 0; i < R; i += ROWS) {
+    int from[ROWS] = {0}, to[ROWS] = {0}, last = 0;
+    for (long r = 0; r < least(ROWS, R - i); r++) {
+      long pos = row_pos(a, w->s, w->r0 + (i + r) / a->G);
+      from[r] = least(CHUNK, most(0, first_seen(a, pos) - c * CHUNK));
+      to[r] = least(n, pos + 1 - c * CHUNK);
+      last = most(last, to[r]);
+    }
+    const char *qi = q + (h * R + i) * a->DP * size_of(bf);
+    float *st = state + (h * R + i) * (a->DP + 2);
+    if (bf && R <= ROWS) WITH_R(R, attend, bf, 1, a, ch, qi, R, n, from, to, st)
+    else if (last)
+      attend(ROWS, bf, 0, a, ch, qi, least(ROWS, R - i), round_up(last, NC), from, to, st);
+  }
+}
+INLINE void run_item(int bf, const Attn *a, const Item *w, char *space, float *state) {
+  long DP = a->DP, z = size_of(bf), rows = rows_of(a, w);
+  long lo = first_seen(a, row_pos(a, w->s, w->r0)), hi = row_pos(a, w->s, w->r1 - 1) + 1;
+  char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z;
+  char *zeros = q + rows * DP * z;
+  memset(q, 0, (rows + ROWS) * DP * z);  // queries are padded to DP and to whole groups
+  for (long i = 0; i < rows; i++)
+    memcpy(q + i * DP * z, a->q + row_at(a, w, i, a->ldq) * z, a->D * z);
+  clear(state, rows, DP);
+  Rows buffer[2];
+  find_rows(bf, a, w, w->h, w->c0, lo, hi, zeros, buffer);
+  for (long c = w->c0, turn = 0; c < w->c1; c++) for (long h = 0; h < w->heads; h++, turn ^= 1) {
+    Chunk ch = {keys, values, buffer + turn, buffer + !turn};
+    long wrap = h + 1 == w->heads;  // next comes the next head, or head 0 of the next positions
+    ch.ahead->n = 0;
+    if (c + wrap < w->c1)
+      find_rows(bf, a, w, wrap ? w->h : w->h + h + 1, c + wrap, lo, hi, zeros, ch.ahead);
+    if (!bf || rows / w->heads > ROWS) pack(bf, ch.now, a->D, keys, values);
+    run_chunk(bf, a, w, h, c, &ch, q, state);
+  }
+}
+INLINE void attention(int bf, Team *t, const Attn *a) {
+  long n = a->items, row = a->DP + 2, state_size = round_up(most_rows(a) * row * 4, 64);
+  // Of this thread: key and value panels, queries, rows of zeros; then the state, then the items.
+  long space = round_up((2 * CHUNK + most_rows(a) + ROWS) * a->DP * size_of(bf), 64);
+  char *mine = room(&own, space + state_size + n * sizeof(Item));
+  float *state = (float *)(mine + space);
+  Item *w = (Item *)(mine + space + state_size);
+  plan(a, w, t->shared);
+  for (long i; (i = next(t)) < n;) {
+    run_item(bf, a, w + i, mine, a->split ? w[i].part : state);
+    if (!a->split) finish(bf, a, w + i, state);
+  }
+  if (!a->split) return;
+  barrier(t);
+  for (long i; (i = next(t)) < n;) if (w[i].first) {
+    long rows = rows_of(a, w + i);
+    clear(state, rows, a->DP);
+    for (long j = i; j < n && (j == i || !w[j].first); j++) for (long r = 0; r < rows; r++) {
+      float *part = w[j].part + r * row;
+      merge(state + r * row, part[0], part[1], part + 2, a->DP);
+    }
+    finish(bf, a, w + i, state);
+  }
+}
+// ---- entry --------------------------------------------------------------------------------------
+// An Op is one operator call as data: the wrappers below fill it. ns is the estimated time on one
+// thread; less than it takes to wake another is done by the caller alone.
+enum { NORM, SILU, ROPE, ARGMAX, ATTENTION, LINEAR };
+typedef struct { int64_t kind, bf, ns; char *p[8]; int64_t n[15]; double f[2]; } Op;
+#define BOTH(f, ...) if (o->bf) f(1, &t, __VA_ARGS__); else f(0, &t, __VA_ARGS__); break
+void run(const Op *o) {
+  int threads = o->ns < 60000 ? 1 : omp_get_max_threads();
+  char *const *p = o->p;
+  const int64_t *n = o->n;
+  Attn a = {0};
+  size_t shared = o->kind == LINEAR && !o->bf ? n[0] * n[2] * 4 : 0;  // x in two parts
+  if (o->kind == ATTENTION) {
+    a = (Attn){p[0], p[1], {p[2], n[0], n[1], n[2], n[3], n[4]}, (int32_t *)p[3], (int32_t *)p[4],
+               (int32_t *)p[5], n[5], n[6], n[7], n[8], n[9], n[10], n[11], o->f[0], o->f[1],
+               n[7] / n[8], round_up(n[9], NC), 0, 0};
+    a.split = threads > 1 && plan(&a, 0, 0) < 4 * threads;
+    a.items = plan(&a, 0, 0);
+    if (a.split) shared = a.items * most_rows(&a) * (a.DP + 2) * 4;  // partial results
+  }
+  Team t = {.shared = (float *)room(&common, shared)};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  switch (o->kind) {
+    case NORM: BOTH(rms_norm, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4], o->f[0]);
+    case SILU: BOTH(silu_mul, p[0], p[1], n[0], n[1], n[2]);
+    case ROPE: BOTH(rope_store, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
+                    ((Cache){p[4], n[0], n[1], n[2], n[3], n[4]}), n[6], n[7], n[8], n[9], n[10],
+                    n[11], n[12]);
+    case ARGMAX: BOTH(argmax, p[0], (int64_t *)p[1], n[0], n[1], n[2]);
+    case ATTENTION: BOTH(attention, &a);
+    case LINEAR: BOTH(linear, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4]);
+  }
+}
