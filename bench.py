@@ -322,7 +322,7 @@ def model_folder(checkpoint, dtype, parent):
         tensors[name] = take(name, shape).to(getattr(torch, dtype)).contiguous()
         return tensors[name]
     checkpoint.take = keep  # building the model asks for every tensor, once, by its name
-    config = nanoserve.ModelConfig.from_dict(checkpoint.config, checkpoint.name)
+    config = nanoserve.read_model_config(checkpoint)
     nanoserve.Model(checkpoint, config, getattr(torch, dtype), torch.device("cpu"), None, 16)
     family = checkpoint.config["architectures"][0].removesuffix("ForCausalLM").lower()
     config = {"model_type": family, **checkpoint.config, "dtype": dtype}

@@ -11,7 +11,7 @@ The table KERNELS lists the operations, the table ATTENTION the attention backen
 both and compares every member with its reference, so a new row is tested on arrival.
 
 CONTENTS
-    1  Formats                   AttentionMetadata, LayerKV, number formats of the cache
+    1  Formats                   AttentionMetadata, LayerKV
     2  References                the definitions, in plain torch
     3  Launching Triton kernels  tiles per GPU
     4  Memory-bound kernels      norm, activation, RoPE and cache write, argmax
@@ -103,45 +103,6 @@ def require(condition, *parts):
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """fp8 tensors as uint8: torch cannot index them, but it can move their bytes."""
     return x.view(torch.uint8) if x.dtype in FP8_MAX else x
-
-# Quantized tensors of a GGUF file (ggml-org/ggml, docs/gguf.md) are rows of blocks, 32 weights in
-# each: w = scale * q, or scale * q + minimum.
-#     Q4_0  d:f16 · 16 bytes: low nibbles are weights 0-15, high nibbles 16-31; q = nibble - 8
-#     Q5_0  d:f16 · 32 fifth bits · 16 bytes of nibbles; q = 5 bits - 16
-#     Q4_1, Q5_1  d:f16 m:f16 in front, q unsigned             Q8_0  d:f16 · 32 x int8
-
-def half(blocks, start):
-    """The float16 at byte `start` of each block, widened: (N, bytes) -> (N, 1)."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
-
-def nibbles(packed):
-    """(N, 16) bytes -> (N, 32) values 0..15: all low halves, then all high halves.
-
-    >>> nibbles(torch.tensor([[0x21, 0x43]], dtype=torch.uint8)).tolist()
-    [[1, 3, 2, 4]]
-    """
-    return torch.cat([packed & 15, packed >> 4], dim=1)
-
-def fifth_bits(packed):
-    """(N, 4) bytes -> (N, 32) values 0 or 16: bit i belongs to weight i."""
-    return (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1) << 4
-
-# id in the file: (name, weights per block, bytes per block, (N, bytes) uint8 -> (N, weights))
-GGUF_TYPES = {
-    0: ("F32", 1, 4, lambda b: b.view(torch.float32)),
-    1: ("F16", 1, 2, lambda b: b.view(torch.float16)),
-    30: ("BF16", 1, 2, lambda b: b.view(torch.bfloat16)),
-    2: ("Q4_0", 32, 18, lambda b: (nibbles(b[:, 2:]).float() - 8) * half(b, 0)),
-    3: ("Q4_1", 32, 20, lambda b: nibbles(b[:, 4:]).float() * half(b, 0) + half(b, 2)),
-    6: ("Q5_0", 32, 22,
-        lambda b: ((nibbles(b[:, 6:]) | fifth_bits(b[:, 2:6])).float() - 16) * half(b, 0)),
-    7: ("Q5_1", 32, 24,
-        lambda b: (nibbles(b[:, 8:]) | fifth_bits(b[:, 4:8])).float() * half(b, 0) + half(b, 2)),
-    8: ("Q8_0", 32, 34, lambda b: b[:, 2:].view(torch.int8).float() * half(b, 0)),
-}
-GGML_TYPE_NAMES = dict(enumerate(
-    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS "
-    "IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16".split()))
 
 
 # ==================================================================================================

