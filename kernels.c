@@ -19,13 +19,17 @@ enum { NC = 32, CHUNK = 128 };  // columns of a panel, positions of a piece of c
 // Every operator exists for fp32 and bf16. `bf` is a constant in each copy: INLINE functions are
 // always inlined, so `if (bf)` leaves no branch in the machine code. A vector has 16 floats; a CPU
 // with narrower registers uses several for each. Matrices are row-major, strides in elements.
+// `kv` is the format of the cache, which may be narrower; `bf` is a format too, the first or second.
 #define INLINE static inline __attribute__((always_inline))
+#define OUTLINE static __attribute__((noinline))  // long and called seldom: one copy compiles sooner
+enum { FP32, BF16, INT8, E4M3, E5M2 };
 typedef float f32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16s __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint8_t u8s __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint32_t word __attribute__((aligned(2), may_alias));  // one fp32, or two bf16
-INLINE long size_of(int bf) { return bf ? 2 : 4; }
+INLINE long size_of(int kv) { return kv == FP32 ? 4 : kv == BF16 ? 2 : 1; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
 INLINE long round_up(long n, long unit) { return (n + unit - 1) / unit * unit; }
@@ -45,16 +49,44 @@ INLINE u32s round_bf16(f32s x) {
   u32s u = (u32s)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   return (u32s)where(x == x, (f32s)rounded, (f32s)splat_word(0x7fc0));
 }
-INLINE f32s load16(int bf, const char *p) {
-  if (!bf) return *(const f32s *)p;
+// Numbers of one byte (OCP 8-bit floats: sign, exponent, then 3 or 2 bits of mantissa). Reading moves
+// the bits to where fp32 has them and corrects the bias. Exponent 0 means that there is no leading
+// 1: the number is then n = 2n - (smallest normal number), which for other exponents is not less.
+// It is computed as -|n|, because `larger` is one instruction. Higher bits of w do not matter.
+INLINE f32s from_byte(int kv, u32s w) {
+  if (kv == INT8) return __builtin_convertvector((i32s)(w << 24) >> 24, f32s);
+  u32s bits = (w & 0x7f) << (kv == E4M3 ? 20 : 21);
+  f32s n = (f32s)(bits + ((kv == E4M3 ? 120u : 112u) << 23) + 0x80000000u);
+  n = larger(n, 2.f * n + (kv == E4M3 ? 0x1p-6f : 0x1p-14f));
+  u32s special = (u32s)(bits >= (kv == E4M3 ? 0x7fu << 20 : 0x7cu << 21)) & 0x7f800000u;
+  return (f32s)(((u32s)n & 0x7fffffffu) | special | (w & 0x80) << 24);
+}
+// Rounds to nearest even and saturates: by adding to the bits, as in round_bf16, or for numbers with
+// exponent 0 by adding a float whose last bit is worth as much as theirs. NaN is code 0x7f.
+INLINE u32s to_byte(int kv, f32s x) {
+  if (kv == INT8) return (u32s)__builtin_convertvector(x + 12582912.f - 12582912.f, i32s);
+  int cut = kv == E4M3 ? 20 : 21;
+  f32s top = splat(kv == E4M3 ? 448.f : 57344.f), magic = splat(kv == E4M3 ? 0x1p14f : 0x1p7f);
+  f32s n = (f32s)((u32s)x & 0x7fffffffu);
+  n = where(n > top, top, n);
+  u32s normal = (u32s)n + ((1u << (cut - 1)) - 1) + (((u32s)n >> cut) & 1);
+  normal = (normal >> cut) - ((kv == E4M3 ? 120u : 112u) << (23 - cut));
+  u32s small = (u32s)(n + magic) - (u32s)magic;
+  f32s code = where(n < (kv == E4M3 ? 0x1p-6f : 0x1p-14f), (f32s)small, (f32s)normal);
+  return (u32s)where(x == x, code, (f32s)splat_word(0x7f)) | ((u32s)x >> 24 & 0x80);
+}
+INLINE f32s load16(int kv, const char *p) {
+  if (kv == FP32) return *(const f32s *)p;
+  if (kv > BF16) return from_byte(kv, __builtin_convertvector(*(const u8s *)p, u32s));
 #ifdef __AVX512BF16__  // gcc 12 makes four instructions of the conversion below
   return (f32s)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
 #else
   return (f32s)(__builtin_convertvector(*(const u16s *)p, u32s) << 16);
 #endif
 }
-INLINE void store16(int bf, char *p, f32s x) {
-  if (!bf) { *(f32s *)p = x; return; }
+INLINE void store16(int kv, char *p, f32s x) {
+  if (kv == FP32) { *(f32s *)p = x; return; }
+  if (kv > BF16) { *(u8s *)p = __builtin_convertvector(to_byte(kv, x) & 0xff, u8s); return; }
 #ifdef __AVX512BF16__  // the same rounding in one instruction; numbers below 2^-126 become 0
   __m256bh half = _mm512_cvtneps_pbh((__m512)x);
   memcpy(p, &half, 32);
@@ -63,19 +95,19 @@ INLINE void store16(int bf, char *p, f32s x) {
 #endif
 }
 // Elements i..i+15 of a row of n: lanes past the end read as 0 and are not written.
-INLINE f32s get(int bf, const char *row, long i, long n) {
-  row += i * size_of(bf);
-  if (n - i >= 16) return load16(bf, row);
+INLINE f32s get(int kv, const char *row, long i, long n) {
+  row += i * size_of(kv);
+  if (n - i >= 16) return load16(kv, row);
   char part[64] = {0};
-  memcpy(part, row, (n - i) * size_of(bf));
-  return load16(bf, part);
+  memcpy(part, row, most(0, n - i) * size_of(kv));
+  return load16(kv, part);
 }
-INLINE void put(int bf, char *row, long i, long n, f32s x) {
-  row += i * size_of(bf);
-  if (n - i >= 16) { store16(bf, row, x); return; }
+INLINE void put(int kv, char *row, long i, long n, f32s x) {
+  row += i * size_of(kv);
+  if (n - i >= 16) { store16(kv, row, x); return; }
   char part[64];
-  store16(bf, part, x);
-  memcpy(row, part, (n - i) * size_of(bf));
+  store16(kv, part, x);
+  memcpy(row, part, (n - i) * size_of(kv));
 }
 // The lanes of v in another order, and lanes of two vectors picked into one.
 #define PICK(v, w, ...) __builtin_shufflevector(v, w, __VA_ARGS__)
@@ -176,8 +208,25 @@ INLINE void rotate(int bf, char *head, const float *cos_sin, long half, int inte
     put(bf, head, 2 * i, 2 * i + 2, v);
   }
 }
-// The cache by its strides: plane (K, V), block, slot in the block, head.
-typedef struct { char *data; long plane, block, token, head, BS; } Cache;
+// The cache by its strides: plane (K, V), block, slot in the block, head. What is stored has been
+// divided by a scale: one for all keys and one for all values, or, in an int8 cache, one for each
+// token and head, which lie in `scales` (2, NB, BS, KH).
+typedef struct {
+  char *data; long plane, block, token, head, BS; int kv; float *scales; float k_scale, v_scale;
+} Cache;
+// One head of a token, D numbers. own_scale: where its scale goes, if it has one to itself.
+OUTLINE void store_head(int bf, int kv, const char *x, char *to, long D, float scale,
+                        float *own_scale) {
+  if (kv == bf) { memcpy(to, x, D * size_of(bf)); return; }
+  f32s top = splat(1e-8f * 127), not_finite = {};
+  for (long i = 0; own_scale && i < D; i += 16) {
+    f32s v = get(bf, x, i, D);
+    top = larger((f32s)((u32s)v & 0x7fffffffu), top);
+    not_finite += v * 0.f;  // NaN, and the scale with it, if a number is infinite or NaN
+  }
+  if (own_scale) *own_scale = scale = lanes_max(top) / 127 + lanes_sum(not_finite);
+  for (long i = 0; i < D; i += 16) put(kv, to, i, D, get(bf, x, i, D) / scale);
+}
 INLINE void rope_store(int bf, Team *t, char *qkv, const float *cos_sin, const char *positions,
                        int wide, const int64_t *slots, Cache c, long T, long H, long KH, long D,
                        long ldx, long rotary, int interleaved) {
@@ -188,9 +237,12 @@ INLINE void rope_store(int bf, Team *t, char *qkv, const float *cos_sin, const c
     for (long h = 0; h < H + KH; h++)
       rotate(bf, row + h * D * z, cos_sin + pos * rotary, rotary / 2, interleaved);
     if (slots[i] < 0) continue;
-    char *to = c.data + (slots[i] / c.BS * c.block + slots[i] % c.BS * c.token) * z;
-    for (long h = 0; h < 2 * KH; h++)  // the keys of all heads, then the values
-      memcpy(to + (h / KH * c.plane + h % KH * c.head) * z, k + h * D * z, D * z);
+    long to = slots[i] / c.BS * c.block + slots[i] % c.BS * c.token;
+    for (long h = 0; h < 2 * KH; h++) {  // the keys of all heads, then the values
+      long at = to + h / KH * c.plane + h % KH * c.head;
+      store_head(bf, c.kv, k + h * D * z, c.data + at * size_of(c.kv), D,
+                 h < KH ? c.k_scale : c.v_scale, c.scales ? c.scales + at / D : 0);
+    }
   }
 }
 // The largest of each block of 1024 first, then where the first of the best blocks has it.
@@ -296,7 +348,9 @@ INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bi
 static const float NEVER = -1e30f;  // a score that is not seen; finite: NEVER - NEVER is not NaN
 // Where the rows of a chunk lie. While one chunk is computed the next is asked for, a few rows at a
 // time: memory answers after hundreds of cycles, and blocks lie anywhere.
-typedef struct { const char *k[CHUNK], *v[CHUNK]; long n, fetched, bytes; } Rows;
+typedef struct {
+  const char *k[CHUNK], *v[CHUNK]; float k_scale[CHUNK], v_scale[CHUNK]; long n, fetched, bytes;
+} Rows;
 INLINE void fetch(Rows *r, long count) {
   for (long end = least(r->n, r->fetched + count); r->fetched < end; r->fetched++)
     for (long b = 0; b < r->bytes; b += 64) {
@@ -304,7 +358,7 @@ INLINE void fetch(Rows *r, long count) {
       __builtin_prefetch(r->v[r->fetched] + b);
     }
 }
-static __attribute__((noinline)) u32s last_words(const char *p, long bytes) {
+OUTLINE u32s last_words(const char *p, long bytes) {
   char part[64] = {0};
   if (bytes > 0) memcpy(part, p, bytes);
   return *(const u32s *)part;
@@ -334,16 +388,31 @@ INLINE void transpose16(u32s *a) {
     ((word *)a)[i * 16 + j] = ((word *)b)[j * 16 + i];
 #endif
 }
-INLINE void key_words(int bf, const char **rows, long d, long D, u32s *w) {
-  long z = size_of(bf), bytes = (D - d) * z;
+INLINE void key_words(int kv, const char **rows, long d, long D, u32s *w) {
+  long z = size_of(kv), bytes = (D - d) * z;
   if (bytes >= 64) for (int i = 0; i < 16; i++) w[i] = *(const u32s *)(rows[i] + d * z);
   else for (int i = 0; i < 16; i++) w[i] = last_words(rows[i] + d * z, bytes);
   transpose16(w);
 }
+// Two vectors of numbers that are exact in bf16, as words of two.
+INLINE u32s pairs(f32s x, f32s y) { return ((u32s)x >> 16) | ((u32s)y & 0xffff0000u); }
+// Part j of what words of the cache hold, as words of a panel: an fp32 or two bf16.
+INLINE u32s widen(int kv, int bf, u32s w, int j) {
+  if (kv == bf) return w;
+  if (kv == BF16) return w << (j ? 0 : 16) & 0xffff0000u;
+  if (!bf) return (u32s)from_byte(kv, w >> 8 * j);
+  return pairs(from_byte(kv, w >> 16 * j), from_byte(kv, w >> (16 * j + 8)));
+}
 // Values: 32 coordinates of one position, or of two in bf16: the even coordinates of both, then the
-// odd ones, because that interleaving needs no shuffle. `finish` puts them back in order.
-INLINE void value_words(int bf, const char **rows, long d, long D, u32s w[2]) {
+// odd ones, because that interleaving needs no shuffle. `finish` puts them back in order. Numbers
+// that are widened come in order at once.
+INLINE void value_words(int kv, int bf, const char **rows, long d, long D, u32s w[2]) {
   long z = size_of(bf), bytes = (D - d) * z;
+  for (int j = 0; kv != bf && j < 2; j++) {
+    f32s x = get(kv, rows[0], d + 16 * j, D);
+    w[j] = bf ? pairs(x, get(kv, rows[1], d + 16 * j, D)) : (u32s)x;
+  }
+  if (kv != bf) return;
   w[0] = words(rows[0] + d * z, bytes);
   if (!bf) { w[1] = words(rows[0] + d * z + 64, bytes - 64); return; }
   u32s x = w[0], y = words(rows[1] + d * z, bytes);
@@ -351,20 +420,24 @@ INLINE void value_words(int bf, const char **rows, long d, long D, u32s w[2]) {
   w[1] = (x >> 16) | (y & 0xffff0000u);
 }
 // Both as panels of `tile`: keys [n/32][words of D][32 positions], values [D/32][positions][32].
-INLINE void pack(int bf, Rows *now, long D, char *keys, char *values) {
-  long z = size_of(bf), per = 64 / z, DP = round_up(D, NC);
-  for (long t = 0; t < now->n; t += 16) for (long d = 0; d < D; d += per) {
+INLINE void pack(int kv, int bf, Rows *now, long D, char *keys, char *values) {
+  long z = size_of(bf), y = size_of(kv), DP = round_up(D, NC);
+  for (long t = 0; t < now->n; t += 16) for (long d = 0; d < D; d += 64 / y) {
     u32s w[16];
-    key_words(bf, now->k + t, d, D, w);
+    key_words(kv, now->k + t, d, D, w);
     char *to = keys + t / NC * NC * DP * z + d * NC * z + t % NC * 4;
-    for (int i = 0; i < 16; i++) *(u32s *)(to + i * NC * 4) = w[i];
+    for (int i = 0; i < 16 && (kv == bf || d + i * 4 / y < DP); i++)
+      for (int j = 0; j < z / y; j++, to += NC * 4) *(u32s *)to = widen(kv, bf, w[i], j);
   }
   for (long d = 0; d < D; d += NC) for (long t = 0; t < now->n; t += bf ? 2 : 1)
-    value_words(bf, now->v + t, d, D, (u32s *)(values + (d * CHUNK + t * NC) * z));
+    value_words(kv, bf, now->v + t, d, D, (u32s *)(values + (d * CHUNK + t * NC) * z));
+}
+#define PACK(kv) case kv: if (size_of(kv) <= size_of(bf)) pack(kv, bf, now, D, keys, values); break;
+OUTLINE void pack_any(int kv, int bf, Rows *now, long D, char *keys, char *values) {
+  switch (kv) { PACK(FP32) PACK(BF16) PACK(INT8) PACK(E4M3) PACK(E5M2) }
 }
 // One row of state is m, l and o[DP]. Not inlined: every merge must round alike.
-static __attribute__((noinline)) void merge(float *to, float m1, float l1, const float *o1,
-                                            long DP) {
+OUTLINE void merge(float *to, float m1, float l1, const float *o1, long DP) {
   float m = to[0] > m1 ? to[0] : m1;
   f32s old = exp16(splat(to[0] - m)), new = exp16(splat(m1 - m));
   for (long i = 0; i < DP; i += 16)
@@ -373,7 +446,9 @@ static __attribute__((noinline)) void merge(float *to, float m1, float l1, const
   to[1] = to[1] * old[0] + l1 * new[0];
 }
 // Scores s[n] of one row become weights e^(s-m) in p; returns their sum. The row sees from..to-1.
-INLINE float softmax(int bf, float *s, long n, int from, int to, float softcap, float *m, char *p) {
+// An int8 cache has a scale for each position's values, which p takes in.
+OUTLINE float softmax(int bf, float *s, long n, int from, int to, float softcap,
+                      const float *scales, float *m, char *p) {
   const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32s top = splat(NEVER), sum = {};
   for (long t = 0; t < n; t += 16) {
@@ -388,8 +463,11 @@ INLINE float softmax(int bf, float *s, long n, int from, int to, float softcap, 
   float shift = from < to ? *m : 0.f;  // a row that sees nothing: weights e^NEVER = 0
   for (long t = 0; t < n; t += 16) {
     f32s e = exp16(*(f32s *)(s + t) - shift);
-    store16(bf, p + t * size_of(bf), e);
-    sum += load16(bf, p + t * size_of(bf));  // of the rounded weights, so that they add up to one
+    f32s scaled = e;
+    if (scales) scaled *= *(const f32s *)(scales + t);
+    store16(bf, p + t * size_of(bf), scaled);
+    if (!scales) e = load16(bf, p + t * size_of(bf));  // as rounded, so that they add up to one
+    sum += e;
   }
   return lanes_sum(sum);
 }
@@ -425,8 +503,8 @@ INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, l
     f32s c[ROWS][4] = {};
     for (long t = 0; t < now->n; t += bf ? 2 : 1) {
       u32s w[4];
-      value_words(bf, now->v + t, d, D, w);
-      value_words(bf, now->v + t, d + NC, D, w + 2);
+      value_words(bf, bf, now->v + t, d, D, w);
+      value_words(bf, bf, now->v + t, d + NC, D, w + 2);
       for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++)
         c[r][j] = multiply_add(bf, c[r][j], w[j], p + (r * CHUNK + t) * size_of(bf));
       if (t % 16 == 0) fetch(ahead, 8);
@@ -445,11 +523,16 @@ INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, con
                    long rows, long n, const int *from, const int *to, float *state) {
   float s[ROWS][CHUNK], o[ROWS * a->DP], m[ROWS], l[ROWS];
   char p[ROWS * CHUNK * 4];
+  const float *k_scale = a->c.scales ? c->now->k_scale : 0;
   if (direct) scores_direct(R, bf, c->now, c->ahead, q, a->DP, a->D, s);
   else times_panels(R, bf, c->keys, q, a->DP, round_up(a->D, 2), n, s[0], CHUNK);
   for (int r = 0; r < R; r++) {
-    for (long t = 0; t < n; t += 16) *(f32s *)(s[r] + t) *= a->scale;
-    l[r] = softmax(bf, s[r], n, from[r], to[r], a->softcap, m + r, p + r * CHUNK * size_of(bf));
+    for (long t = 0; t < n; t += 16) {
+      *(f32s *)(s[r] + t) *= a->scale;
+      if (k_scale) *(f32s *)(s[r] + t) *= *(const f32s *)(k_scale + t);
+    }
+    l[r] = softmax(bf, s[r], n, from[r], to[r], a->softcap, k_scale ? c->now->v_scale : 0, m + r,
+                   p + r * CHUNK * size_of(bf));
   }
   if (direct) weigh_direct(R, bf, c->now, c->ahead, p, a->DP, a->D, o);
   else times_panels(R, bf, c->values, p, CHUNK, n, a->DP, o, a->DP);
@@ -496,31 +579,41 @@ static void clear(float *state, long rows, long DP) {
 INLINE void finish(int bf, const Attn *a, const Item *w, const float *state) {
   for (long i = 0; i < rows_of(a, w); i++, state += a->DP + 2) {
     char *out = a->out + row_at(a, w, i, a->H * a->D) * size_of(bf);
-    f32s f = splat(state[1] == 0 ? 0.f : 1.f / state[1]);
+    f32s f = splat(state[1] == 0 ? 0.f : a->c.v_scale / state[1]);
     for (long d = 0; d < a->D; d += NC) {
       f32s x = *(const f32s *)(state + 2 + d) * f, y = *(const f32s *)(state + 2 + d + 16) * f;
       u32s both = round_bf16(x) | (round_bf16(y) << 16);  // even and odd side by side again
-      if (bf) memcpy(out + d * 2, &both, least(a->D - d, NC) * 2);
-      else put(0, out, d, a->D, x);
-      if (!bf && d + 16 < a->D) put(0, out, d + 16, a->D, y);
+      int mixed = bf && a->c.kv == bf;
+      if (mixed) memcpy(out + d * 2, &both, least(a->D - d, NC) * 2);
+      else put(bf, out, d, a->D, x);
+      if (!mixed && d + 16 < a->D) put(bf, out, d + 16, a->D, y);
     }
   }
 }
 // The rows of chunk c and head h in whole panels. Positions outside [lo, hi) are zeros: a slot that
 // nobody wrote, or a block that left the window, may hold NaN, and 0 times NaN is NaN.
-INLINE void find_rows(int bf, const Attn *a, const Item *w, long h, long c, long lo, long hi,
+INLINE void find_rows(const Attn *a, const Item *w, long h, long c, long lo, long hi,
                       const char *zeros, Rows *r) {
-  long from = most(c * CHUNK, lo), offset = from % a->c.BS;
+  long from = most(c * CHUNK, lo), offset = from % a->c.BS, y = size_of(a->c.kv);
   const int32_t *block_id = a->table + w->s * a->ld_table + from / a->c.BS;
-  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC); r->fetched = 0; r->bytes = a->D * size_of(bf);
+  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC); r->fetched = 0; r->bytes = a->D * y;
   for (long t = 0; t < r->n; t++) {
     r->k[t] = r->v[t] = zeros;
+    r->k_scale[t] = r->v_scale[t] = 0;
     if (c * CHUNK + t < lo || c * CHUNK + t >= hi) continue;
     long at = *block_id * a->c.block + offset * a->c.token + h * a->c.head;
-    r->k[t] = a->c.data + at * size_of(bf);
-    r->v[t] = a->c.data + (at + a->c.plane) * size_of(bf);
+    r->k[t] = a->c.data + at * y;
+    r->v[t] = a->c.data + (at + a->c.plane) * y;
+    if (a->c.scales) {
+      const float *scale = a->c.scales + (*block_id * a->c.BS + offset) * a->KH + h;
+      r->k_scale[t] = scale[0];
+      r->v_scale[t] = scale[a->c.plane / a->D];
+    }
     if (++offset == a->c.BS) { offset = 0; block_id++; }
   }
+}
+INLINE int direct(int bf, const Attn *a, const Item *w) {
+  return bf && a->c.kv == bf && (w->r1 - w->r0) * a->G <= ROWS;
 }
 // All query rows of head h of an item against one chunk, at most ROWS at a time.
 INLINE void run_chunk(int bf, const Attn *a, const Item *w, long h, long c, const Chunk *ch,
@@ -536,7 +629,7 @@ INLINE void run_chunk(int bf, const Attn *a, const Item *w, long h, long c, cons
     }
     const char *qi = q + (h * R + i) * a->DP * size_of(bf);
     float *st = state + (h * R + i) * (a->DP + 2);
-    if (bf && R <= ROWS) WITH_R(R, attend, bf, 1, a, ch, qi, R, n, from, to, st)
+    if (direct(bf, a, w)) WITH_R(R, attend, bf, 1, a, ch, qi, R, n, from, to, st)
     else if (last)
       attend(ROWS, bf, 0, a, ch, qi, least(ROWS, R - i), round_up(last, NC), from, to, st);
   }
@@ -551,14 +644,14 @@ INLINE void run_item(int bf, const Attn *a, const Item *w, char *space, float *s
     memcpy(q + i * DP * z, a->q + row_at(a, w, i, a->ldq) * z, a->D * z);
   clear(state, rows, DP);
   Rows buffer[2];
-  find_rows(bf, a, w, w->h, w->c0, lo, hi, zeros, buffer);
+  find_rows(a, w, w->h, w->c0, lo, hi, zeros, buffer);
   for (long c = w->c0, turn = 0; c < w->c1; c++) for (long h = 0; h < w->heads; h++, turn ^= 1) {
     Chunk ch = {keys, values, buffer + turn, buffer + !turn};
     long wrap = h + 1 == w->heads;  // next comes the next head, or head 0 of the next positions
     ch.ahead->n = 0;
     if (c + wrap < w->c1)
-      find_rows(bf, a, w, wrap ? w->h : w->h + h + 1, c + wrap, lo, hi, zeros, ch.ahead);
-    if (!bf || rows / w->heads > ROWS) pack(bf, ch.now, a->D, keys, values);
+      find_rows(a, w, wrap ? w->h : w->h + h + 1, c + wrap, lo, hi, zeros, ch.ahead);
+    if (!direct(bf, a, w)) pack_any(a->c.kv, bf, ch.now, a->D, keys, values);
     run_chunk(bf, a, w, h, c, &ch, q, state);
   }
 }
@@ -590,7 +683,7 @@ INLINE void attention(int bf, Team *t, const Attn *a) {
 // An Op is one operator call as data: the wrappers below fill it. ns is the estimated time on one
 // thread; less than it takes to wake another is done by the caller alone.
 enum { NORM, SILU, ROPE, ARGMAX, ATTENTION, LINEAR };
-typedef struct { int64_t kind, bf, ns; char *p[8]; int64_t n[15]; double f[2]; } Op;
+typedef struct { int64_t kind, bf, ns; char *p[8]; int64_t n[15]; double f[4]; } Op;
 #define BOTH(f, ...) if (o->bf) f(1, &t, __VA_ARGS__); else f(0, &t, __VA_ARGS__); break
 void run(const Op *o) {
   int threads = o->ns < 60000 ? 1 : omp_get_max_threads();
@@ -599,9 +692,9 @@ void run(const Op *o) {
   Attn a = {0};
   size_t shared = o->kind == LINEAR && !o->bf ? n[0] * n[2] * 4 : 0;  // x in two parts
   if (o->kind == ATTENTION) {
-    a = (Attn){p[0], p[1], {p[2], n[0], n[1], n[2], n[3], n[4]}, (int32_t *)p[3], (int32_t *)p[4],
-               (int32_t *)p[5], n[5], n[6], n[7], n[8], n[9], n[10], n[11], o->f[0], o->f[1],
-               n[7] / n[8], round_up(n[9], NC), 0, 0};
+    Cache c = {p[2], n[0], n[1], n[2], n[3], n[4], n[12], (float *)p[6], 1, o->f[2]};
+    a = (Attn){p[0], p[1], c, (int32_t *)p[3], (int32_t *)p[4], (int32_t *)p[5], n[5], n[6], n[7],
+               n[8], n[9], n[10], n[11], o->f[0], o->f[1], n[7] / n[8], round_up(n[9], NC), 0, 0};
     a.split = threads > 1 && plan(&a, 0, 0) < 4 * threads;
     a.items = plan(&a, 0, 0);
     if (a.split) shared = a.items * most_rows(&a) * (a.DP + 2) * 4;  // partial results
@@ -612,8 +705,8 @@ void run(const Op *o) {
     case NORM: BOTH(rms_norm, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4], o->f[0]);
     case SILU: BOTH(silu_mul, p[0], p[1], n[0], n[1], n[2]);
     case ROPE: BOTH(rope_store, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
-                    ((Cache){p[4], n[0], n[1], n[2], n[3], n[4]}), n[6], n[7], n[8], n[9], n[10],
-                    n[11], n[12]);
+                    ((Cache){p[4], n[0], n[1], n[2], n[3], n[4], n[13], (float *)p[5], o->f[0],
+                             o->f[1]}), n[6], n[7], n[8], n[9], n[10], n[11], n[12]);
     case ARGMAX: BOTH(argmax, p[0], (int64_t *)p[1], n[0], n[1], n[2]);
     case ATTENTION: BOTH(attention, &a);
     case LINEAR: BOTH(linear, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4]);

@@ -1200,12 +1200,23 @@ def _record(kind, pointers, numbers, floats=0):
     It packs the struct Op; what a kind does not use stays zero. Packing bytes takes 0.5 us, ctypes
     with twenty arguments several times as long, and a decode step makes two hundred of these."""
     pack = struct.Struct(f"3q{pointers}q{64 - 8 * pointers}x{numbers}q{120 - 8 * numbers}x"
-                         f"{floats}d{16 - 8 * floats}x").pack
+                         f"{floats}d{32 - 8 * floats}x").pack
     return lambda *values: c_library()[0].run(pack(kind, *values))
 
-_run_norm, _run_silu, _run_rope = _record(0, 4, 5, 1), _record(1, 2, 3), _record(2, 5, 13)
-_run_argmax, _run_attention, _run_linear = _record(3, 2, 3), _record(4, 6, 12, 2), _record(5, 4, 5)
+_run_norm, _run_silu, _run_rope = _record(0, 4, 5, 1), _record(1, 2, 3), _record(2, 6, 14, 2)
+_run_argmax, _run_attention, _run_linear = _record(3, 2, 3), _record(4, 7, 13, 3), _record(5, 4, 5)
 _BF16 = torch.bfloat16
+_CACHE = {torch.float32: 0, _BF16: 1, torch.int8: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+
+def c_cache(dtype, kv_dtype):
+    """Do the C members work on such a cache with activations of this type? It must be no wider."""
+    return dtype in C_DTYPES and kv_dtype in _CACHE and kv_dtype.itemsize <= dtype.itemsize
+
+def _cache_scales(kv):
+    """(address of an int8 cache's scales or 0, scale of the keys, of the values)"""
+    if kv.data.dtype in FP8_MAX:
+        return 0, kv.k_scale, kv.v_scale
+    return 0 if kv.scales is None else kv.scales.data_ptr(), 1.0, 1.0
 
 def rms_norm_c(x, weight, eps, residual=None):
     """See rms_norm; x fp32 or bf16."""
@@ -1230,14 +1241,14 @@ def silu_mul_c(gate_up):
     return out
 
 def rope_store_kv_c(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
-    """See rope_store_kv; qkv and cache both fp32 or both bf16."""
-    (T, width), data = qkv.shape, kv.data
-    require(qkv.stride(1) == 1 and data.dtype is qkv.dtype and data.stride(4) == 1,
-            "rope_store_kv: the C member needs dense rows and a cache of qkv's dtype, not", data)
+    """See rope_store_kv; qkv fp32 or bf16, a cache no wider."""
+    (T, width), data, (scales, k_scale, v_scale) = qkv.shape, kv.data, _cache_scales(kv)
+    require(qkv.stride(1) == data.stride(4) == 1 and c_cache(qkv.dtype, data.dtype),
+            "rope_store_kv: the C member cannot store", qkv, "in", data)
     _run_rope(qkv.dtype is _BF16, T * width, qkv.data_ptr(), cos_sin.data_ptr(),
-              positions.data_ptr(), slot_mapping.data_ptr(), data.data_ptr(), *data.stride()[:4],
-              data.shape[2], positions.dtype is torch.int64, T, H, KH, D, qkv.stride(0),
-              cos_sin.shape[1], interleaved)
+              positions.data_ptr(), slot_mapping.data_ptr(), data.data_ptr(), scales,
+              *data.stride()[:4], data.shape[2], positions.dtype is torch.int64, T, H, KH, D,
+              qkv.stride(0), cos_sin.shape[1], interleaved, _CACHE[data.dtype], k_scale, v_scale)
     return qkv[:, :H * D].unflatten(1, (H, D))
 
 def argmax_c(logits):
@@ -1249,18 +1260,18 @@ def argmax_c(logits):
     return out
 
 def attention_c(q, kv, meta, scale, window=0, softcap=0.0):
-    """q (T, H, D) over the paged cache -> (T, H, D). Query and cache both fp32 or both bf16, heads
+    """q (T, H, D) over the paged cache -> (T, H, D). Query fp32 or bf16, a cache no wider, heads
     of q contiguous. Prompts, chunks and decode rows in one call; any width, group, block size."""
     (T, H, D), data, table, S = q.shape, kv.data, meta.block_table, meta.seq_lens.shape[0]
-    require(data.dtype is q.dtype and data.stride(4) == 1,
-            "attention: the C member needs a cache of the dtype of q, not", data)
+    require(c_cache(q.dtype, data.dtype) and data.stride(4) == 1,
+            "attention: the C member cannot read", data, "for", q)
     out = torch.empty((T, H, D), dtype=q.dtype)
-    KH = data.shape[3]
+    KH, (scales, k_scale, v_scale) = data.shape[3], _cache_scales(kv)
     ns = D * meta.max_seq_len * (T * H // 50 + S * KH * 3 // 4)      # arithmetic, and cache reads
     _run_attention(q.dtype is _BF16, ns, q.data_ptr(), out.data_ptr(), data.data_ptr(),
                    meta.query_start_loc.data_ptr(), meta.seq_lens.data_ptr(), table.data_ptr(),
-                   *data.stride()[:4], data.shape[2], S, table.stride(0), H, KH, D, q.stride(0),
-                   window, scale, softcap)
+                   scales, *data.stride()[:4], data.shape[2], S, table.stride(0), H, KH, D,
+                   q.stride(0), window, _CACHE[data.dtype], scale * k_scale, softcap, v_scale)
     return out
 
 def pack_linear(weight):
@@ -1354,7 +1365,7 @@ def rope_store_kv(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleav
     require(len(positions) == len(qkv) == len(slot_mapping) and slot_mapping.dtype == torch.int64,
             "rope_store_kv: one position and one int64 slot per token")
     return run_member("rope_store_kv", qkv, cos_sin, positions, kv, slot_mapping, H, KH, D,
-                      interleaved, c_fits=kv.data.dtype == qkv.dtype)
+                      interleaved, c_fits=c_cache(qkv.dtype, kv.data.dtype))
 
 def argmax(logits):
     """Index of the largest of each row of logits (S, V), int64 (S,); the lowest index wins ties."""
@@ -1569,8 +1580,8 @@ def _triton_why_not(device, dtype, head_dim, group, **_):
 def _c_why_not(device, dtype, kv_dtype, **_):
     if device != "cpu":
         return f"runs on the CPU, not on {device}"
-    if dtype not in C_DTYPES or kv_dtype != dtype:
-        return f"bf16 or fp32 with a cache of the same type, not {dtype} and {kv_dtype}"
+    if not c_cache(dtype, kv_dtype):
+        return f"bf16 or fp32 with a cache of at most that width, not {dtype} and {kv_dtype}"
     return c_library()[1]
 
 ATTENTION: dict[str, AttentionBackend] = {b.name: b for b in (
