@@ -8,8 +8,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
+#endif
+#ifdef __AVX512F__
 enum { ROWS = 8 };  // rows of one pass of `tile`: 8 x 2 sums and 2 panel vectors, in 32 registers
 #else
 enum { ROWS = 2 };
@@ -51,15 +53,16 @@ INLINE u32s round_bf16(f32s x) {
 }
 // Numbers of one byte (OCP 8-bit floats: sign, exponent, then 3 or 2 bits of mantissa). Reading moves
 // the bits to where fp32 has them and corrects the bias. Exponent 0 means that there is no leading
-// 1: the number is then n = 2n - (smallest normal number), which for other exponents is not less.
-// It is computed as -|n|, because `larger` is one instruction. Higher bits of w do not matter.
+// 1: doubling n and taking the smallest normal number away gives what was meant. Higher bits of w
+// do not matter. Masks are made by shifts: of a comparison gcc 12 makes scalar code for AVX2.
 INLINE f32s from_byte(int kv, u32s w) {
   if (kv == INT8) return __builtin_convertvector((i32s)(w << 24) >> 24, f32s);
   u32s bits = (w & 0x7f) << (kv == E4M3 ? 20 : 21);
-  f32s n = (f32s)(bits + ((kv == E4M3 ? 120u : 112u) << 23) + 0x80000000u);
-  n = larger(n, 2.f * n + (kv == E4M3 ? 0x1p-6f : 0x1p-14f));
-  u32s special = (u32s)(bits >= (kv == E4M3 ? 0x7fu << 20 : 0x7cu << 21)) & 0x7f800000u;
-  return (f32s)(((u32s)n & 0x7fffffffu) | special | (w & 0x80) << 24);
+  i32s tiny = (i32s)(bits - 0x800000) >> 31;
+  u32s special = (u32s)((i32s)((kv == E4M3 ? 0x07e00000 : 0x0f600000) - bits) >> 31) & 0x7f800000;
+  f32s n = (f32s)(bits + ((kv == E4M3 ? 120u : 112u) << 23));
+  n = where(tiny, 2.f * n - (kv == E4M3 ? 0x1p-6f : 0x1p-14f), n);
+  return (f32s)((u32s)n | special | (w & 0x80) << 24);
 }
 // Rounds to nearest even and saturates: by adding to the bits, as in round_bf16, or for numbers with
 // exponent 0 by adding a float whose last bit is worth as much as theirs. NaN is code 0x7f.
@@ -75,14 +78,21 @@ INLINE u32s to_byte(int kv, f32s x) {
   f32s code = where(n < (kv == E4M3 ? 0x1p-6f : 0x1p-14f), (f32s)small, (f32s)normal);
   return (u32s)where(x == x, code, (f32s)splat_word(0x7f)) | ((u32s)x >> 24 & 0x80);
 }
-INLINE f32s load16(int kv, const char *p) {
-  if (kv == FP32) return *(const f32s *)p;
-  if (kv > BF16) return from_byte(kv, __builtin_convertvector(*(const u8s *)p, u32s));
-#ifdef __AVX512BF16__  // gcc 12 makes four instructions of the conversion below
-  return (f32s)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
+INLINE u32s load_halves(const char *p) {  // 16 numbers of 2 bytes
+#if defined(__AVX512F__)  // gcc 12 makes four instructions of the conversion below
+  return (u32s)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p));
+#elif defined(__AVX2__)  // and here 32
+  u32s x;
+  for (int i = 0; i < 2; i++)
+    ((__m256i *)&x)[i] = _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)(p + 16 * i)));
+  return x;
 #else
-  return (f32s)(__builtin_convertvector(*(const u16s *)p, u32s) << 16);
+  return __builtin_convertvector(*(const u16s *)p, u32s);
 #endif
+}
+INLINE f32s load16(int bf, const char *p) {
+  if (bf == FP32) return *(const f32s *)p;
+  return (f32s)(load_halves(p) << 16);
 }
 INLINE void store16(int kv, char *p, f32s x) {
   if (kv == FP32) { *(f32s *)p = x; return; }
@@ -95,12 +105,12 @@ INLINE void store16(int kv, char *p, f32s x) {
 #endif
 }
 // Elements i..i+15 of a row of n: lanes past the end read as 0 and are not written.
-INLINE f32s get(int kv, const char *row, long i, long n) {
-  row += i * size_of(kv);
-  if (n - i >= 16) return load16(kv, row);
+INLINE f32s get(int bf, const char *row, long i, long n) {
+  row += i * size_of(bf);
+  if (n - i >= 16) return load16(bf, row);
   char part[64] = {0};
-  memcpy(part, row, most(0, n - i) * size_of(kv));
-  return load16(kv, part);
+  memcpy(part, row, (n - i) * size_of(bf));
+  return load16(bf, part);
 }
 INLINE void put(int kv, char *row, long i, long n, f32s x) {
   row += i * size_of(kv);
@@ -394,30 +404,32 @@ INLINE void key_words(int kv, const char **rows, long d, long D, u32s *w) {
   else for (int i = 0; i < 16; i++) w[i] = last_words(rows[i] + d * z, bytes);
   transpose16(w);
 }
-// Two vectors of numbers that are exact in bf16, as words of two.
-INLINE u32s pairs(f32s x, f32s y) { return ((u32s)x >> 16) | ((u32s)y & 0xffff0000u); }
-// Part j of what words of the cache hold, as words of a panel: an fp32 or two bf16.
+// Part j of what words of the cache hold, as fp32, or as words of a panel: an fp32 or two bf16.
+INLINE u32s widen32(int kv, u32s w, int j) {
+  if (kv == BF16) return w << (j ? 0 : 16) & 0xffff0000u;
+  return (u32s)from_byte(kv, w >> 8 * j);
+}
+INLINE u32s pairs(u32s x, u32s y) { return (x >> 16) | (y & 0xffff0000u); }
 INLINE u32s widen(int kv, int bf, u32s w, int j) {
   if (kv == bf) return w;
-  if (kv == BF16) return w << (j ? 0 : 16) & 0xffff0000u;
-  if (!bf) return (u32s)from_byte(kv, w >> 8 * j);
-  return pairs(from_byte(kv, w >> 16 * j), from_byte(kv, w >> (16 * j + 8)));
+  return bf ? pairs(widen32(kv, w, 2 * j), widen32(kv, w, 2 * j + 1)) : widen32(kv, w, j);
 }
-// Values: 32 coordinates of one position, or of two in bf16: the even coordinates of both, then the
-// odd ones, because that interleaving needs no shuffle. `finish` puts them back in order. Numbers
-// that are widened come in order at once.
+// Values: 32 coordinates of one position, or of two in bf16: the even coordinates, then the odd ones,
+// because that needs no shuffle. `finish` puts them back in order. Only fp32 lies in order at once.
+INLINE u32s value_row(int kv, const char *row, long d, long D) {  // 16 words of what `widen32` takes
+  long bytes = (D - d) * size_of(kv);
+  row += d * size_of(kv);
+  if (kv <= BF16) return words(row, bytes);
+  u32s part;
+  if (bytes < 32) { part = last_words(row, bytes); row = (const char *)&part; }
+  return load_halves(row);
+}
 INLINE void value_words(int kv, int bf, const char **rows, long d, long D, u32s w[2]) {
-  long z = size_of(bf), bytes = (D - d) * z;
-  for (int j = 0; kv != bf && j < 2; j++) {
-    f32s x = get(kv, rows[0], d + 16 * j, D);
-    w[j] = bf ? pairs(x, get(kv, rows[1], d + 16 * j, D)) : (u32s)x;
+  u32s x = value_row(kv, rows[0], d, D), y = bf ? value_row(kv, rows[1], d, D) : x;
+  for (int j = 0; j < 2; j++) {
+    if (kv == FP32) w[j] = j ? value_row(kv, rows[0], d + 16, D) : x;
+    else w[j] = bf ? pairs(widen32(kv, x, j), widen32(kv, y, j)) : widen32(kv, x, j);
   }
-  if (kv != bf) return;
-  w[0] = words(rows[0] + d * z, bytes);
-  if (!bf) { w[1] = words(rows[0] + d * z + 64, bytes - 64); return; }
-  u32s x = w[0], y = words(rows[1] + d * z, bytes);
-  w[0] = (x & 0xffffu) | (y << 16);
-  w[1] = (x >> 16) | (y & 0xffff0000u);
 }
 // Both as panels of `tile`: keys [n/32][words of D][32 positions], values [D/32][positions][32].
 INLINE void pack(int kv, int bf, Rows *now, long D, char *keys, char *values) {
@@ -582,11 +594,10 @@ INLINE void finish(int bf, const Attn *a, const Item *w, const float *state) {
     f32s f = splat(state[1] == 0 ? 0.f : a->c.v_scale / state[1]);
     for (long d = 0; d < a->D; d += NC) {
       f32s x = *(const f32s *)(state + 2 + d) * f, y = *(const f32s *)(state + 2 + d + 16) * f;
-      u32s both = round_bf16(x) | (round_bf16(y) << 16);  // even and odd side by side again
-      int mixed = bf && a->c.kv == bf;
-      if (mixed) memcpy(out + d * 2, &both, least(a->D - d, NC) * 2);
-      else put(bf, out, d, a->D, x);
-      if (!mixed && d + 16 < a->D) put(bf, out, d + 16, a->D, y);
+      f32s low = PICK(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      f32s high = PICK(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+      put(bf, out, d, a->D, a->c.kv == FP32 ? x : low);
+      if (d + 16 < a->D) put(bf, out, d + 16, a->D, a->c.kv == FP32 ? y : high);
     }
   }
 }
