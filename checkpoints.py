@@ -104,6 +104,7 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     dtype: str | None
+    kv_cache_dtype: str  # that the checkpoint has scales for, or auto
 
     @classmethod
     def from_dict(cls, config, name="config.json"):
@@ -127,6 +128,7 @@ class ModelConfig:
             rms_norm_eps=need("rms_norm_eps", kind=is_number), rope=read_rope(config, name),
             layer_windows=read_windows(config, L, name),
             dtype=config.get("dtype") or config.get("torch_dtype"),
+            kv_cache_dtype=read_kv_scheme(config, name),
             **{key: bool(config.get(key)) for key in switches})
 
     def longest_context(self):
@@ -168,6 +170,16 @@ def read_rope(config, name):
         good = key == "factors" or is_number(value) and value > 0
         require(good, f"{name}: {key} must be a number above 0, got {value!r}")
     return rope
+
+def read_kv_scheme(config, name):
+    """The number format that the checkpoint's k_scale and v_scale are for (compressed-tensors)."""
+    scheme = (config.get("quantization_config") or {}).get("kv_cache_scheme")
+    if scheme is None:
+        return "auto"
+    wanted = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+    good = isinstance(scheme, dict) and all(scheme.get(key) == wanted[key] for key in wanted)
+    require(good, f"{name}: kv_cache_scheme {scheme} is not supported, only {wanted}")
+    return "fp8_e4m3"
 
 def read_windows(config, num_layers, name):
     """Sliding window of every layer, 0 where a layer attends to everything."""

@@ -21,9 +21,9 @@ enum { NC = 32, CHUNK = 128 };  // columns of a panel, positions of a piece of c
 // Every operator exists for fp32 and bf16. `bf` is a constant in each copy: INLINE functions are
 // always inlined, so `if (bf)` leaves no branch in the machine code. A vector has 16 floats; a CPU
 // with narrower registers uses several for each. Matrices are row-major, strides in elements.
-// `kv` is the format of the cache, which may be narrower; `bf` is a format too, the first or second.
+// `kv` is the format of the cache, which may be narrower; `bf` is a format too, FP32 or BF16.
 #define INLINE static inline __attribute__((always_inline))
-#define OUTLINE static __attribute__((noinline))  // long and called seldom: one copy compiles sooner
+#define OUTLINE static __attribute__((noinline))  // long, seldom called: one copy compiles sooner
 enum { FP32, BF16, INT8, E4M3, E5M2 };
 typedef float f32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32s __attribute__((vector_size(64), aligned(4), may_alias));
@@ -51,10 +51,10 @@ INLINE u32s round_bf16(f32s x) {
   u32s u = (u32s)x, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   return (u32s)where(x == x, (f32s)rounded, (f32s)splat_word(0x7fc0));
 }
-// Numbers of one byte (OCP 8-bit floats: sign, exponent, then 3 or 2 bits of mantissa). Reading moves
-// the bits to where fp32 has them and corrects the bias. Exponent 0 means that there is no leading
-// 1: doubling n and taking the smallest normal number away gives what was meant. Higher bits of w
-// do not matter. Masks are made by shifts: of a comparison gcc 12 makes scalar code for AVX2.
+// Numbers of one byte (OCP 8-bit floats: sign, exponent, 3 or 2 bits of mantissa), the lowest of w.
+// The bits move to where fp32 has them, and the bias is corrected. Exponent 0 means that there is
+// no leading 1: doubling n and taking the smallest normal number away gives what was meant. Masks
+// are made by shifts: of a comparison gcc 12 makes scalar code for AVX2.
 INLINE f32s from_byte(int kv, u32s w) {
   if (kv == INT8) return __builtin_convertvector((i32s)(w << 24) >> 24, f32s);
   u32s bits = (w & 0x7f) << (kv == E4M3 ? 20 : 21);
@@ -64,8 +64,8 @@ INLINE f32s from_byte(int kv, u32s w) {
   n = where(tiny, 2.f * n - (kv == E4M3 ? 0x1p-6f : 0x1p-14f), n);
   return (f32s)((u32s)n | special | (w & 0x80) << 24);
 }
-// Rounds to nearest even and saturates: by adding to the bits, as in round_bf16, or for numbers with
-// exponent 0 by adding a float whose last bit is worth as much as theirs. NaN is code 0x7f.
+// Rounds to nearest even and saturates: by adding to the bits, as in round_bf16, or where the
+// exponent becomes 0 by adding a float whose last bit is worth as much as theirs. NaN is 0x7f.
 INLINE u32s to_byte(int kv, f32s x) {
   if (kv == INT8) return (u32s)__builtin_convertvector(x + 12582912.f - 12582912.f, i32s);
   int cut = kv == E4M3 ? 20 : 21;
@@ -414,9 +414,9 @@ INLINE u32s widen(int kv, int bf, u32s w, int j) {
   if (kv == bf) return w;
   return bf ? pairs(widen32(kv, w, 2 * j), widen32(kv, w, 2 * j + 1)) : widen32(kv, w, j);
 }
-// Values: 32 coordinates of one position, or of two in bf16: the even coordinates, then the odd ones,
-// because that needs no shuffle. `finish` puts them back in order. Only fp32 lies in order at once.
-INLINE u32s value_row(int kv, const char *row, long d, long D) {  // 16 words of what `widen32` takes
+// Values: 32 coordinates of one position, or of two in bf16: the even coordinates, then the odd
+// ones, which needs no shuffle. `finish` puts them back in order. Only fp32 lies in order at once.
+INLINE u32s value_row(int kv, const char *row, long d, long D) {  // 16 words that widen32 takes
   long bytes = (D - d) * size_of(kv);
   row += d * size_of(kv);
   if (kv <= BF16) return words(row, bytes);

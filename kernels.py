@@ -94,6 +94,10 @@ class LayerKV:
 
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}    # OCP 8-bit floats
 
+# What a cache may hold, in the order of the enum in kernels.c. float16 comes with the activations.
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8,
+             "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
 def require(condition, *parts):
     """Raise ValueError with the parts in a row when the condition fails."""
     if not condition:
@@ -1206,7 +1210,7 @@ def _record(kind, pointers, numbers, floats=0):
 _run_norm, _run_silu, _run_rope = _record(0, 4, 5, 1), _record(1, 2, 3), _record(2, 6, 14, 2)
 _run_argmax, _run_attention, _run_linear = _record(3, 2, 3), _record(4, 7, 13, 3), _record(5, 4, 5)
 _BF16 = torch.bfloat16
-_CACHE = {torch.float32: 0, _BF16: 1, torch.int8: 2, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}
+_CACHE = {dtype: number for number, dtype in enumerate(KV_DTYPES.values())}
 
 def c_cache(dtype, kv_dtype):
     """Do the C members work on such a cache with activations of this type? It must be no wider."""
@@ -1455,7 +1459,7 @@ def resolve_device(name):
     return torch.device(name)
 
 def resolve_dtypes(name, checkpoint_dtype, device):
-    """(dtype of activations and KV cache, dtype of matrices) from the configuration.
+    """(dtype of activations, dtype of matrices) from the configuration.
 
     auto is the checkpoint's dtype for both on a GPU. On a CPU 16-bit activations cost accuracy and
     gain little in a chat, where the time goes into reading weights: activations are float32 there,

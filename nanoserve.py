@@ -187,6 +187,8 @@ class EngineConfig:
     block_size: int = option(16, "tokens per KV block", 1)
     num_kv_blocks: int | None = option(None, "KV blocks, the null block included", 2)
     kv_cache_memory: str | None = option(None, "bytes of KV cache, e.g. 512MiB (default: measured)")
+    kv_cache_dtype: str = option("auto", "auto = the checkpoint's, else that of activations",
+                                 choices=("auto", *kernels.KV_DTYPES))
     max_num_seqs: int = option(256, "requests running at once", 1)
     max_num_batched_tokens: int = option(2048, "token budget of one step", 1)
     long_prefill_token_threshold: int = option(0, "largest chunk of a request; 0 = the budget", 0)
@@ -330,12 +332,14 @@ def hit_cap(num_tokens, block_size):
     """
     return (num_tokens - 1) // block_size * block_size
 
-def kv_bytes_per_token(num_layers, num_kv_heads, head_dim, element_size):
+def kv_bytes_per_token(num_layers, num_kv_heads, head_dim, element_size, scale_size=0):
     """
     >>> kv_bytes_per_token(28, 8, 128, 2)           # Qwen3-0.6B in bf16: 112 KiB
     114688
+    >>> kv_bytes_per_token(28, 8, 128, 1, scale_size=4)   # int8, an fp32 scale per token and head
+    59136
     """
-    return 2 * num_layers * num_kv_heads * head_dim * element_size
+    return 2 * num_layers * num_kv_heads * (head_dim * element_size + scale_size)
 
 def num_blocks_in(pool_bytes, block_size, bytes_per_token):
     """Blocks of a pool, the null block included.
@@ -637,6 +641,7 @@ class Attention:
         self.o_proj = model.linear([prefix + "o_proj"], [E], H * D, o_bias)
         self.norms = [model.tensor(prefix + n, (D,)) for n in ("q_norm.weight", "k_norm.weight")
                       if arch.qk_norm]
+        self.kv_scales = [model.kv_scale(prefix + n) for n in ("k_scale", "v_scale")]
 
     def __call__(self, x, ctx):
         """x (T, E) -> (T, E). K and V of the step are cached before they are read."""
@@ -668,7 +673,7 @@ class MLP:
 class Model:
     """The decoder. Built from a checkpoint, run on packed batches.
 
-    dtype: of activations and the KV cache. weight_dtype: of matrices, where it differs."""
+    dtype: of activations. weight_dtype: of matrices, where it differs."""
     def __init__(self, ckpt, config, dtype, device, attention_backend, max_len, weight_dtype=None):
         self.ckpt, self.config, self.arch = ckpt, config, ARCHS[config.architecture]
         self.dtype, self.device, self.attention_backend = dtype, device, attention_backend
@@ -690,6 +695,15 @@ class Model:
 
     def tensor(self, name, shape, dtype=None):
         return self.ckpt.take(name, shape).to(self.device, dtype or self.dtype)
+
+    def kv_scale(self, name):
+        """What a layer's keys or values are divided by in an fp8 cache; 1 if no tensor says so."""
+        shape = self.ckpt.shapes.get(name)
+        if shape is None:
+            return 1.0
+        scale = self.tensor(name, shape and (1,), torch.float32).item()
+        require(0 < scale < math.inf, f"{self.ckpt.name}: {name} cannot be {scale}")
+        return scale
 
     def linear(self, names, out_sizes, in_size, bias):
         """One layer of the format that QUANTS names, stacked from these checkpoint matrices."""
@@ -1783,12 +1797,16 @@ class DecodeGraphs:
 
 class ModelRunner:
     """Owns the KV cache tensors and one row of arrays per running request."""
-    def __init__(self, model, num_blocks, block_size, max_num_seqs, max_model_len, eager=False):
+    def __init__(self, model, num_blocks, block_size, max_num_seqs, max_model_len, kv_dtype,
+                 eager=False):
         self.model, self.block_size, self.device = model, block_size, model.device
         c, R = model.config, max_num_seqs
         shape = (2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
-        self.kv = [kernels.LayerKV(kernels.zeros(shape, model.dtype, self.device))
-                   for _ in range(c.num_layers)]
+        self.kv = [kernels.LayerKV(kernels.zeros(shape, kv_dtype, self.device),
+                                   k_scale=attention.kv_scales[0], v_scale=attention.kv_scales[1])
+                   for _, attention, *_ in model.layers]
+        for kv in self.kv if kv_dtype == torch.int8 else ():
+            kv.scales = kernels.zeros(shape[:4], torch.float32, self.device)
         self.decode_graphs = None
         if self.device.type == "cuda" and not eager:
             self.decode_graphs = DecodeGraphs(model, self.kv, R, max_model_len, block_size)
@@ -1990,9 +2008,11 @@ class EngineCore:
         self.model_config = mc = read_model_config(checkpoint)
         device = kernels.resolve_device(config.device)
         dtype, weight_dtype = kernels.resolve_dtypes(config.dtype, mc.dtype, device)
+        asked = mc.kv_cache_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        kv_dtype = kernels.KV_DTYPES.get(asked, dtype)
         BS, budget, longest = config.block_size, config.max_num_batched_tokens, mc.longest_context()
         backend, lines = kernels.select_attention(
-            config.attention_backend, device=device, dtype=dtype, kv_dtype=dtype,
+            config.attention_backend, device=device, dtype=dtype, kv_dtype=kv_dtype,
             head_dim=mc.head_dim, block_size=BS, group=mc.num_heads // mc.num_kv_heads)
         self.attention_name = backend.name
         types = f"{weight_dtype} weights, {dtype} activations".replace("torch.", "")
@@ -2002,12 +2022,12 @@ class EngineCore:
                 f"max_model_len {config.max_model_len} exceeds the model's {longest} positions")
         self.max_model_len = config.max_model_len or longest
         window = max(mc.layer_windows) if min(mc.layer_windows) else 0
-        num_blocks = self._size_pool(mc, dtype, device, window)
+        num_blocks = self._size_pool(mc, kv_dtype, device, window)
         require(config.enable_chunked_prefill or self.max_model_len <= budget,
                 f"max_num_batched_tokens {budget} cannot hold a whole prompt (max_model_len)")
         model = Model(checkpoint, mc, dtype, device, backend, self.max_model_len, weight_dtype)
         self.runner = ModelRunner(model, num_blocks, BS, config.max_num_seqs, self.max_model_len,
-                                  config.enforce_eager)
+                                  kv_dtype, config.enforce_eager)
         self.seeds = random.Random(config.seed)  # for requests that bring none
         self.scheduler = Scheduler(
             replace(config, max_model_len=self.max_model_len),
@@ -2015,10 +2035,11 @@ class EngineCore:
         self.tracer = Tracer(config.trace, config.trace_format) if config.trace else None
         self.clock.lap("start")
 
-    def _size_pool(self, mc, dtype, device, window):
+    def _size_pool(self, mc, kv_dtype, device, window):
         """Number of KV blocks; cuts max_model_len to what they hold."""
         config, BS, free = self.config, self.config.block_size, kernels.free_memory(device)
-        per_token = kv_bytes_per_token(mc.num_layers, mc.num_kv_heads, mc.head_dim, dtype.itemsize)
+        per_token = kv_bytes_per_token(mc.num_layers, mc.num_kv_heads, mc.head_dim,
+                                       kv_dtype.itemsize, 4 if kv_dtype == torch.int8 else 0)
         if config.num_kv_blocks is not None:
             num_blocks = config.num_kv_blocks
         elif config.kv_cache_memory is not None:
@@ -2028,7 +2049,8 @@ class EngineCore:
             memory = free * 9 // 10 if device.type == "cuda" else min(free * 4 // 10, 4 << 30)
             useful = config.max_num_seqs * cdiv(self.max_model_len, BS) + 1
             num_blocks = min(num_blocks_in(memory, BS, per_token), useful)
-        size = (f"{num_blocks} blocks x {BS} tokens x {show_bytes(per_token)} = "
+        kind = str(kv_dtype).removeprefix("torch.")
+        size = (f"{num_blocks} blocks x {BS} tokens x {show_bytes(per_token)} ({kind}) = "
                 f"{show_bytes(num_blocks * BS * per_token)} of {show_bytes(free)} free")
         require(num_blocks * BS * per_token <= free, f"the KV cache does not fit: {size}")
         needed = max_blocks_of(self.max_model_len, BS, window, config.max_num_batched_tokens)

@@ -47,7 +47,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # also when another script loads this file
@@ -1616,6 +1616,46 @@ def test_greedy_and_logprobs_equal_transformers(tmp_path, name):
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == len(PROMPTS)
 
 
+KV_SCHEME = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+
+
+def checkpoint_with_kv_scales(folder, scales=(0.125, 0.5, 0.25, 2.0), **scheme):
+    """A tiny checkpoint with k_scale and v_scale of both layers, as compressed-tensors writes them."""
+    tiny_checkpoint(folder, "Llama", {"num_hidden_layers": 2})
+    tensors = load_file(folder / "model.safetensors")
+    names = [f"model.layers.{i}.self_attn.{x}_scale" for i in range(2) for x in "kv"]
+    save_file(tensors | {n: torch.tensor([x], dtype=BF16) for n, x in zip(names, scales)}, folder / "model.safetensors")
+    edit_config(folder, lambda c: c | {"quantization_config": {"quant_method": "none", "kv_cache_scheme": KV_SCHEME | scheme}})
+    return folder
+
+
+def test_scales_of_the_checkpoint_reach_the_cache(tmp_path):
+    """auto takes the format the scales are for; another format leaves them aside; they change results
+    as they change stored numbers."""
+    folder = checkpoint_with_kv_scales(tmp_path / "m")
+    options = dict(model=str(folder), dtype="float32", num_kv_blocks=64, max_model_len=96, block_size=8)
+    llm = ns.LLM(**options)
+    assert [(kv.k_scale, kv.v_scale) for kv in llm.core.runner.kv] == [(0.125, 0.5), (0.25, 2.0)]
+    assert all(kv.data.dtype == E4M3 for kv in llm.core.runner.kv)
+    ask(llm, [PROMPTS[1]], greedy(1))
+    wide = ns.LLM(**options, kv_cache_dtype="fp32")
+    ask(wide, [PROMPTS[1]], greedy(1))
+    for kv, exact in zip(llm.core.runner.kv[:1], wide.core.runner.kv):       # of layer 0 alone the inputs are equal
+        k, v = exact.data[:, 1, :8]
+        assert k.abs().max() > 0.1
+        assert torch.equal(kv.data[0, 1, :8].float(), (k / 0.125).to(E4M3).float())
+        assert torch.equal(kv.data[1, 1, :8].float(), (v / 0.5).to(E4M3).float())
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(num_bits=4), "kv_cache_scheme"), (dict(dynamic=True), "kv_cache_scheme"), (dict(strategy="channel"), "kv_cache_scheme"),
+    (dict(scales=(0.0, 1.0, 1.0, 1.0)), "k_scale cannot be 0.0"), (dict(scales=(1.0, math.nan, 1.0, 1.0)), "v_scale cannot be nan")])
+def test_scales_that_cannot_be_used_are_refused(tmp_path, change, words):
+    folder = checkpoint_with_kv_scales(tmp_path / "m", **change)
+    with pytest.raises(ValueError, match=words):
+        ns.LLM(model=str(folder))
+
+
 @pytest.mark.parametrize("name", ["Llama llama3", "Qwen2 yarn", "Mistral linear", "Llama tied", "window", "window in upper layers",
                                   "window switched off", "yarn mscale"])
 def test_old_spelling_of_the_config(tmp_path, name):
@@ -3118,6 +3158,45 @@ def test_forced_preemption_changes_no_token(policy, caching):
                   reserve_full_sequence=False, max_model_len=72)
     expect_plain(llm, mixed_jobs()[:32])
     assert llm.core.stats()["preemptions"] > 5
+
+
+@functools.lru_cache
+def unhurried_run(kv_cache_dtype, prompt, kwargs):
+    """Tokens of one request that has an engine, and every step, to itself."""
+    llm = toy_llm(kv_cache_dtype=kv_cache_dtype, max_num_seqs=1, enable_prefix_caching=False)
+    return run_jobs(llm, [(prompt, dict(kwargs))])[0]
+
+
+KV_PRESSURE = {"chunks of 5": dict(long_prefill_token_threshold=5), "budget 9": dict(max_num_batched_tokens=9, max_num_seqs=9),
+               "together": {}, "torch": dict(attention_backend="torch"),
+               "preemption": dict(num_kv_blocks=20, block_size=4, max_num_seqs=16, reserve_full_sequence=False, max_model_len=72)}
+
+
+@pytest.mark.parametrize("pressure", KV_PRESSURE)
+@pytest.mark.parametrize("kv_cache_dtype", kernels.KV_DTYPES)
+def test_a_narrow_cache_gives_the_same_tokens_whatever_the_schedule(kv_cache_dtype, pressure):
+    """A step reads its own K and V back as the cache keeps them, so a chunk's border is not seen."""
+    jobs = mixed_jobs()[:24]
+    llm = toy_llm(kv_cache_dtype=kv_cache_dtype, **KV_PRESSURE[pressure])
+    assert {kv.data.dtype for kv in llm.core.runner.kv} == {kernels.KV_DTYPES[kv_cache_dtype]}
+    got = run_jobs(llm, jobs)
+    assert got == [unhurried_run(kv_cache_dtype, prompt, tuple(kwargs.items())) for prompt, kwargs in jobs]
+    stats = llm.core.stats()
+    assert (stats["preemptions"] > 0) == (pressure == "preemption")
+    assert stats["prefix_hits"] > 0 or pressure == "chunks of 5"
+
+
+def test_a_pool_of_equal_bytes_holds_more_blocks_of_a_narrow_cache():
+    """Width 16: a token has 16 bytes a head as fp8 and, with its scale, 20 as int8, of 64 in fp32."""
+    blocks = {}
+    for name in kernels.KV_DTYPES:
+        llm = toy_llm(kv_cache_dtype=name, kv_cache_memory="256KiB", num_kv_blocks=None)
+        blocks[name] = len(llm.core.scheduler.kv.pool.blocks)
+        held = sum(x.nbytes for kv in llm.core.runner.kv for x in (kv.data, kv.scales) if x is not None)
+        assert 250 * 1024 < held <= 256 * 1024
+        kind = str(kernels.KV_DTYPES[name]).removeprefix("torch.")
+        assert any(f"({kind}) = " in line for line in llm.core.report)
+    assert blocks == {"fp32": 32, "bf16": 64, "int8": 102, "fp8_e4m3": 128, "fp8_e5m2": 128}
 
 
 def test_every_chunk_size_gives_the_plain_tokens():
@@ -5181,29 +5260,36 @@ def close_c(got, want, dtype):
     torch.testing.assert_close(got.float(), want.float(), rtol=tol, atol=tol)
 
 
-def c_batch(q_lens, seq_lens, BS, H, KH, D, dtype, seed=0, spare=3, NB=None):
+# of the queries, of the cache
+C_CACHES = [(dtype, cache) for cache in kernels.KV_DTYPES.values() for dtype in kernels.C_DTYPES
+            if kernels.c_cache(dtype, cache)]
+
+
+def c_batch(q_lens, seq_lens, BS, H, KH, D, dtype, seed=0, spare=3, NB=None, cache=None):
     """A ragged step over a shuffled cache whose every slot that no token owns holds NaN."""
     g = torch.Generator().manual_seed(seed)
     need = [-(-n // BS) for n in seq_lens]
     NB = NB or sum(need) + spare
     ids = torch.randperm(NB - 1, generator=g)[:sum(need)].add(1).tolist()
-    kv = torch.full((2, NB, BS, KH, D), float("nan"), dtype=dtype)
+    scales = dict(k_scale=0.02, v_scale=0.25) if cache in kernels.FP8_MAX else {}
+    kv = poisoned_cache(NB, BS, KH, D, cache or dtype, **scales)
     table = torch.zeros(len(seq_lens), max(need + [1]) + 2, dtype=torch.int32)   # block 0 holds NaN
     for s, n in enumerate(seq_lens):
         table[s, :need[s]] = torch.tensor(ids[:need[s]])
         del ids[:need[s]]
-        for pos in range(n):
-            kv[:, table[s, pos // BS], pos % BS] = torch.randn(2, KH, D, generator=g).to(dtype)
+        pos = torch.arange(n)
+        k, v = torch.randn(2, n, KH, D, generator=g).to(dtype)
+        kernels.store_kv_ref(k, v, kv, table[s, pos // BS].long() * BS + pos % BS)
     start = torch.tensor([0] + q_lens).cumsum(0).to(torch.int32)
     qkv = torch.randn(int(start[-1]), H + 2 * KH, D, generator=g).to(dtype)
     meta = kernels.AttentionMetadata(start, torch.tensor(seq_lens, dtype=torch.int32), table,
                                torch.zeros(len(qkv), dtype=torch.int64), max(q_lens), max(seq_lens))
-    return qkv[:, :H], kernels.LayerKV(kv), meta       # q is a strided view, as in the engine
+    return qkv[:, :H], kv, meta       # q is a strided view, as in the engine
 
 
 def exact_attention(q, kv, meta, *args):
     """The reference in fp32, whatever the type of its inputs."""
-    return kernels.attention_ref(q.float(), kernels.LayerKV(kv.data.float()), meta, *args)
+    return kernels.attention_ref(q.float(), kv, meta, *args)
 
 
 @needs_c
@@ -5221,10 +5307,60 @@ def test_attention_equals_reference_on_ragged_batches(dtype, D, G, BS, window, s
 
 
 @needs_c
+@pytest.mark.parametrize("dtype,cache", [pair for pair in C_CACHES if pair[0] != pair[1]])
+@pytest.mark.parametrize("D,G,BS", [(5, 1, 4), (64, 3, 16), (33, 9, 16), (80, 1, 16), (128, 7, 8)])
+@pytest.mark.parametrize("window,softcap", [(0, 0.0), (150, 2.0)])
+def test_attention_equals_reference_on_narrow_caches(dtype, cache, D, G, BS, window, softcap):
+    q_lens, seq_lens = [1, 5, 40, 1, 1, 150], [1, 5, 171, 300, 0, 150]
+    q, kv, meta = c_batch(q_lens, seq_lens, BS, G * 2, 2, D, dtype, cache=cache)
+    got = kernels.attention_c(q, kv, meta, D ** -0.5, window, softcap)
+    close_c(got, exact_attention(q, kv, meta, D ** -0.5, window, softcap).to(dtype), dtype)
+
+
+@needs_c
 @pytest.mark.parametrize("dtype", kernels.C_DTYPES)
-def test_attention_ignores_blocks_that_left_the_window(dtype):
+@pytest.mark.parametrize("cache", [E4M3, E5M2, torch.int8])
+def test_every_code_of_a_byte_is_read_exactly(dtype, cache):
+    """Subnormal, largest, infinite and NaN: a token that sees one value gets that value."""
+    kv = poisoned_cache(2, 4, 1, 256, cache)
+    kernels.as_bytes(kv.data)[:, 1, 0, 0] = torch.arange(256).to(torch.uint8).view(kernels.as_bytes(kv.data).dtype)
+    kernels.as_bytes(kv.data)[0, 1, 0, 0] = 0
+    if kv.scales is not None:
+        kv.scales[:, 1, 0] = 0.5
+    meta = kernels.AttentionMetadata(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32),
+                               torch.tensor([[1]], dtype=torch.int32), torch.zeros(1), 1, 1)
+    got = kernels.attention_c(torch.zeros(1, 1, 256, dtype=dtype), kv, meta, 1.0)[0, 0].float()
+    torch.testing.assert_close(got, kernels.gather_kv(kv, meta.block_table[0], 1)[1, 0, 0], rtol=0, atol=0, equal_nan=True)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype,cache", C_CACHES)
+def test_what_c_stores_is_what_the_reference_stores(dtype, cache):
+    """Bit for bit: ties, numbers of all sizes, what saturates; NaN stays visible, -1 writes nowhere."""
+    T, H, KH, D, BS, NB = 60, 2, 2, 20, 4, 20
+    qkv = torch.randn(T, H + 2 * KH, D, generator=generator()) * torch.logspace(-7, 5, T)[:, None, None]
+    qkv[:5] = torch.arange(D) / 16 + 1                      # halfway between two e5m2 and two e4m3 numbers
+    qkv[7, :, 3], qkv[8, :, 4] = math.inf, math.nan
+    slots = torch.randperm(NB * BS, generator=generator())[:T]
+    slots[9] = -1
+    pair = [poisoned_cache(NB, BS, KH, D, cache, **dict(k_scale=0.3, v_scale=1.7)
+                           if cache in kernels.FP8_MAX else {}) for _ in range(2)]
+    for member, kv in zip((kernels.rope_store_kv_c, kernels.rope_store_kv_ref), pair):
+        member(qkv.flatten(1).to(dtype), torch.ones(1, 0), torch.zeros(T, dtype=torch.int64), kv, slots, H, KH, D)
+    if cache == torch.int8:
+        assert torch.equal(*(kv.scales[kv.scales.isfinite()] for kv in pair)) and not pair[0].scales.isinf().any()
+        both = (kv.data * (kv.scales.isfinite())[..., None] for kv in pair)
+        assert torch.equal(*both)
+    else:
+        a, b = (kv.data.float() for kv in pair)
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype,cache", C_CACHES)
+def test_attention_ignores_blocks_that_left_the_window(dtype, cache):
     """Blocks below the window are the null block, which may hold anything."""
-    q, kv, meta = c_batch([1, 20], [400, 300], 16, 6, 2, 64, dtype)
+    q, kv, meta = c_batch([1, 20], [400, 300], 16, 6, 2, 64, dtype, cache=cache)
     want = kernels.attention_c(q, kv, meta, 0.125, 30)
     meta.block_table[0, :(400 - 30) // 16] = 0
     meta.block_table[1, :(281 - 30) // 16] = 0
@@ -5232,11 +5368,12 @@ def test_attention_ignores_blocks_that_left_the_window(dtype):
 
 
 @needs_c
-@pytest.mark.parametrize("dtype", kernels.C_DTYPES)
+@pytest.mark.parametrize("dtype,cache", C_CACHES)
 @pytest.mark.parametrize("G", [1, 3, 7])
-def test_attention_of_a_row_depends_on_that_row_alone(dtype, G):
+def test_attention_of_a_row_depends_on_that_row_alone(dtype, cache, G):
     """Bit for bit: alone or in a batch, split over threads or not, whole prompt or any chunk of it."""
-    q, kv, meta = c_batch([1, 300, 1, 1] + [1] * 8, [700, 300, 129, 5] + list(range(100, 900, 100)), 16, 2 * G, 2, 64, dtype)
+    q, kv, meta = c_batch([1, 300, 1, 1] + [1] * 8, [700, 300, 129, 5] + list(range(100, 900, 100)), 16, 2 * G, 2, 64, dtype,
+                          cache=cache)
     whole = kernels.attention_c(q, kv, meta, 0.125)
     before = torch.get_num_threads()
     for s in range(4):
@@ -5441,7 +5578,7 @@ def test_selection_reports_candidates_reasons_and_choice():
 
 
 @pytest.mark.parametrize("requested,facts,word", [
-    ("flash9", {}, "unknown"), ("c", dict(kv_dtype=E4M3), "cannot run.*same type"),
+    ("flash9", {}, "unknown"), ("c", dict(kv_dtype=FP32), "cannot run.*at most that width"),
     ("sdpa", dict(softcap=True), "softcap"), ("triton", dict(head_dim=512), "head width"),
     ("triton", dict(group=32), "group"), ("c", dict(device="cuda"), "CPU")])
 def test_an_impossible_backend_is_an_error_with_its_reason(requested, facts, word):
@@ -5450,7 +5587,9 @@ def test_an_impossible_backend_is_an_error_with_its_reason(requested, facts, wor
 
 
 def test_auto_passes_over_what_cannot_run():
-    assert kernels.select_attention("auto", **{**FACTS, "kv_dtype": torch.int8})[0].name == "sdpa"
+    assert kernels.select_attention("auto", **{**FACTS, "kv_dtype": FP32})[0].name == "sdpa"
+    native = "c" if kernels.c_library()[0] else "sdpa"
+    assert kernels.select_attention("auto", **{**FACTS, "kv_dtype": torch.int8})[0].name == native
     assert kernels.select_attention("auto", **{**FACTS, "dtype": FP16, "softcap": True})[0].name == "torch"
 
 
