@@ -457,15 +457,21 @@ OUTLINE void merge(float *to, float m1, float l1, const float *o1, long DP) {
   to[0] = m;
   to[1] = to[1] * old[0] + l1 * new[0];
 }
-// Scores s[n] of one row become weights e^(s-m) in p; returns their sum. The row sees from..to-1.
-// An int8 cache has a scale for each position's values, which p takes in.
-OUTLINE float softmax(int bf, float *s, long n, int from, int to, float softcap,
-                      const float *scales, float *m, char *p) {
+typedef struct {
+  const char *q; char *out; Cache c; const int32_t *start, *lens, *table;
+  long S, ld_table, H, KH, D, ldq, window; float scale, softcap; long G, DP, split, items;
+} Attn;
+// Dot products s[n] of one row, times the scale, are its scores; they become weights e^(s-m) in p.
+// Returns their sum. The row sees from..to-1. The scales of an int8 cache are taken in here.
+OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n, int from, int to,
+                      float *m, char *p) {
   const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32s top = splat(NEVER), sum = {};
   for (long t = 0; t < n; t += 16) {
-    f32s x = *(f32s *)(s + t);
-    if (softcap > 0) x = softcap * (1.f - 2.f / (exp16(x * (2.f / softcap)) + 1.f));  // c tanh(x/c)
+    f32s x = *(f32s *)(s + t) * a->scale;
+    if (a->c.scales) x *= *(const f32s *)(rows->k_scale + t);
+    if (a->softcap > 0)  // c tanh(x / c)
+      x = a->softcap * (1.f - 2.f / (exp16(x * (2.f / a->softcap)) + 1.f));
     if (t < from || t + 16 > to)
       x = where((lane + (int)t >= from) & (lane + (int)t < to), x, splat(NEVER));
     *(f32s *)(s + t) = x;
@@ -475,11 +481,9 @@ OUTLINE float softmax(int bf, float *s, long n, int from, int to, float softcap,
   float shift = from < to ? *m : 0.f;  // a row that sees nothing: weights e^NEVER = 0
   for (long t = 0; t < n; t += 16) {
     f32s e = exp16(*(f32s *)(s + t) - shift);
-    f32s scaled = e;
-    if (scales) scaled *= *(const f32s *)(scales + t);
-    store16(bf, p + t * size_of(bf), scaled);
-    if (!scales) e = load16(bf, p + t * size_of(bf));  // as rounded, so that they add up to one
-    sum += e;
+    store16(bf, p + t * size_of(bf), e);
+    sum += load16(bf, p + t * size_of(bf));  // of the rounded weights, so that they add up to one
+    if (a->c.scales) store16(bf, p + t * size_of(bf), e * *(const f32s *)(rows->v_scale + t));
   }
   return lanes_sum(sum);
 }
@@ -525,27 +529,16 @@ INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, l
       *(f32s *)(o + r * DP + d + 16 * j) = c[r][j];
   }
 }
-typedef struct {
-  const char *q; char *out; Cache c; const int32_t *start, *lens, *table;
-  long S, ld_table, H, KH, D, ldq, window; float scale, softcap; long G, DP, split, items;
-} Attn;
 typedef struct { const char *keys, *values; Rows *now, *ahead; } Chunk;
 // `rows` query rows, padded to R, against one chunk; row r sees from[r]..to[r]-1.
 INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, const char *q,
                    long rows, long n, const int *from, const int *to, float *state) {
   float s[ROWS][CHUNK], o[ROWS * a->DP], m[ROWS], l[ROWS];
   char p[ROWS * CHUNK * 4];
-  const float *k_scale = a->c.scales ? c->now->k_scale : 0;
   if (direct) scores_direct(R, bf, c->now, c->ahead, q, a->DP, a->D, s);
   else times_panels(R, bf, c->keys, q, a->DP, round_up(a->D, 2), n, s[0], CHUNK);
-  for (int r = 0; r < R; r++) {
-    for (long t = 0; t < n; t += 16) {
-      *(f32s *)(s[r] + t) *= a->scale;
-      if (k_scale) *(f32s *)(s[r] + t) *= *(const f32s *)(k_scale + t);
-    }
-    l[r] = softmax(bf, s[r], n, from[r], to[r], a->softcap, k_scale ? c->now->v_scale : 0, m + r,
-                   p + r * CHUNK * size_of(bf));
-  }
+  for (int r = 0; r < R; r++)
+    l[r] = softmax(bf, a, c->now, s[r], n, from[r], to[r], m + r, p + r * CHUNK * size_of(bf));
   if (direct) weigh_direct(R, bf, c->now, c->ahead, p, a->DP, a->D, o);
   else times_panels(R, bf, c->values, p, CHUNK, n, a->DP, o, a->DP);
   for (int r = 0; r < rows; r++) merge(state + r * (a->DP + 2), m[r], l[r], o + r * a->DP, a->DP);
