@@ -8,13 +8,17 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX2__
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
-#ifdef __AVX512F__
-enum { ROWS = 8 };  // rows of one pass of `tile`: 8 x 2 sums and 2 panel vectors, in 32 registers
+// Floats in a register, and rows of one pass of `tile`: 8 x 2 sums and 2 panel vectors fit into 32
+// registers of 16, and 2 x 4 sums into 16 registers of 8.
+#if defined __AVX512F__
+enum { LANES = 16, ROWS = 8 };
+#elif defined __AVX__
+enum { LANES = 8, ROWS = 2 };
 #else
-enum { ROWS = 2 };
+enum { LANES = 4, ROWS = 2 };
 #endif
 enum { NC = 32, CHUNK = 128 };  // columns of a panel, positions of a piece of context
 // ---- numbers ------------------------------------------------------------------------------------
@@ -30,6 +34,9 @@ typedef int32_t i32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16s __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint8_t u8s __attribute__((vector_size(16), aligned(1), may_alias));
+typedef float f32n __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t i32n __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t u32n __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t word __attribute__((aligned(2), may_alias));  // one fp32, or two bf16
 INLINE long size_of(int kv) { return kv == FP32 ? 4 : kv == BF16 ? 2 : 1; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -280,29 +287,57 @@ INLINE void argmax(int bf, Team *t, const char *x, int64_t *out, long S, long V,
 // The panel is one stream of memory, read once. A product with one row (a GEMV) is nothing but that
 // stream: two flops per weight, while a core could do a hundred until the next one arrives. Up to 8
 // rows use a panel vector from its register. c sums over k in the same order for every R.
-INLINE f32s dot2(f32s acc, u32s w, u32s x) {
+// The registers of this loop are written as such (u32n): of a vector that needs two, gcc 12 keeps
+// the sums in memory.
+INLINE f32n dot2(f32n acc, u32n w, u32n x) {
 #ifdef __AVX512BF16__  // 32 multiply-adds in one instruction, which no compiler finds by itself
-  return (f32s)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
+  return (f32n)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
 #else
-  acc += (f32s)(w << 16) * (f32s)(x << 16);
-  return acc + (f32s)(w & 0xffff0000u) * (f32s)(x & 0xffff0000u);
+  acc += (f32n)(w << 16) * (f32n)(x << 16);
+  return acc + (f32n)(w & 0xffff0000u) * (f32n)(x & 0xffff0000u);
 #endif
 }
-INLINE f32s multiply_add(int bf, f32s acc, u32s w, const char *x) {  // x: one word for all lanes
-  u32s b = splat_word(*(const word *)x);
-  if (bf) return dot2(acc, w, b);
-  return acc + (f32s)w * (f32s)b;
+// Integers, for int8 weights times int8 activations. VNNI: four unsigned times four signed bytes in
+// a lane, added to an int32. Other CPUs: two 16-bit numbers in a lane. Both are exact.
+#if defined __AVX512VNNI__ || defined __AVXVNNI__
+enum { BYTES = 4 };  // integers in a word
+typedef int8_t integers __attribute__((vector_size(16)));
+#else
+enum { BYTES = 2 };
+typedef int16_t integers __attribute__((vector_size(32)));
+#endif
+INLINE i32n dot_bytes(i32n acc, u32n w, u32n x) {
+#if defined __AVX512VNNI__
+  return (i32n)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
+#elif defined __AVXVNNI__
+  return (i32n)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+#elif defined __AVX2__  // gcc 12 multiplies 32-bit numbers, which takes eight instructions
+  return acc + (i32n)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#else
+  acc += ((i32n)(w << 16) >> 16) * ((i32n)(x << 16) >> 16);
+  return acc + ((i32n)w >> 16) * ((i32n)x >> 16);
+#endif
 }
-INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long K,
-                 f32s c[ROWS][2]) {
-  for (int r = 0; r < R; r++) c[r][0] = c[r][1] = (f32s){};
-  for (long k = 0; k < (bf ? K / 2 : K); k++, panel += 128, x += 4) {
-    u32s w0 = *(const u32s *)panel, w1 = *(const u32s *)(panel + 64);
-    for (int r = 0; r < R; r++) {
-      c[r][0] = multiply_add(bf, c[r][0], w0, x + r * ldx * size_of(bf));
-      c[r][1] = multiply_add(bf, c[r][1], w1, x + r * ldx * size_of(bf));
+// The type of a word: fp32, two bf16, or int8: as many as a multiply-add takes.
+INLINE long in_word(int type) { return type == INT8 ? BYTES : 1 + type; }
+INLINE f32n multiply_add(int type, f32n acc, u32n w, const char *x) {  // x: a word for all lanes
+  u32n b = *(const word *)x - (u32n){};
+  if (type == INT8) return (f32n)dot_bytes((i32n)acc, w, b);
+  if (type == BF16) return dot2(acc, w, b);
+  return acc + (f32n)w * (f32n)b;
+}
+enum { PARTS = NC / LANES };  // registers that hold one word of every column
+INLINE void tile(int type, int R, const char *panel, const char *x, long ldx, long K,
+                 f32n c[ROWS][PARTS]) {
+  f32n a[R][PARTS];
+  for (int r = 0; r < R; r++) for (int j = 0; j < PARTS; j++) a[r][j] = (f32n){};
+  for (long k = 0; k < K / in_word(type); k++, panel += 128, x += 4)
+    for (int j = 0; j < PARTS; j++) {
+      u32n w = ((const u32n *)panel)[j];
+      for (int r = 0; r < R; r++)
+        a[r][j] = multiply_add(type, a[r][j], w, x + r * ldx * 4 / in_word(type));
     }
-  }
+  for (int r = 0; r < R; r++) for (int j = 0; j < PARTS; j++) c[r][j] = a[r][j];
 }
 // f(R, ..) with R = least(rows, ROWS) as a constant: one copy of the code for each row count.
 #define ONE(n, f, ...) case n: if (n <= ROWS) f((n <= ROWS ? n : ROWS), __VA_ARGS__); break;
@@ -317,13 +352,14 @@ INLINE void tile(int bf, int R, const char *panel, const char *x, long ldx, long
 INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char *x,
                         const char *low, long ldx, long K, const char *bias, char *out,
                         long column, long N) {
-  f32s c[ROWS][2], d[ROWS][2];
+  f32n c[ROWS][PARTS], d[ROWS][PARTS];
   tile(1, R, panel, x, ldx, K, c);
   if (!bf) tile(1, R, panel, low, ldx, K, d);
   for (int r = 0; r < R; r++) for (int j = 0; j < 2 && column + 16 * j < N; j++) {
-    if (!bf) c[r][j] += d[r][j];
-    if (bias) c[r][j] += get(bf, bias, column + 16 * j, N);
-    put(bf_out, out + r * N * size_of(bf_out), column + 16 * j, N, c[r][j]);
+    f32s v = ((f32s *)c[r])[j];
+    if (!bf) v += ((f32s *)d[r])[j];
+    if (bias) v += get(bf, bias, column + 16 * j, N);
+    put(bf_out, out + r * N * size_of(bf_out), column + 16 * j, N, v);
   }
 }
 INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
@@ -346,6 +382,197 @@ INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bi
     for (long p = p0; p < least(panels, p0 + step); p++) for (long m = m0; m < m1; m += ROWS)
       WITH_R(m1 - m, linear_rows, bf, bf_out, w + p * K * NC * 2, x + m * ldx * 2,
              low + m * ldx * 2, ldx, K, bias, out + m * N * size_of(bf_out), p * NC, N)
+  }
+}
+// ---- linear layers with narrow weights ----------------------------------------------------------
+// w[n][k] = code[n][k] * scale[n][k / group] + min[n][k / group], so over one group of columns
+//     sum x w = scale * (sum x code) + min * (sum x)
+// The inner loop multiplies codes, which fp32 and bf16 hold exactly; scale and min are applied to
+// its fp32 sum. A panel is 64 columns here: one row alone needs that many independent sums to keep
+// the multipliers busy. A word holds 8 codes of 4 bits or 4 codes of 8 bits of one column, in two's
+// complement: [K/8 or K/4][64 columns] words. Even k lie in the lower half of a word, odd k in the
+// upper one, because that is where the two numbers of a bf16 word will go:
+//     4 bits   k = 7 5 3 1 | 6 4 2 0         8 bits   k = 3 1 | 2 0
+// One row of x: a word is widened in a register and used there. More rows: half a panel is widened
+// into the first-level cache, a unit of up to 128 k at a time, as a panel of `tile`.
+enum { W4, W8, WF8, W8A8 };  // forms of a weight; W8A8: of 8 bits, and x is rounded to int8 as well
+typedef struct {
+  const char *x, *codes, *scales, *mins, *bias; const int64_t *inputs; char *out;
+  long T, N, K, ldx, bf_out, group, bf_scales, KP, unit, units;  // KP: K rounded up to 8
+} Narrow;
+INLINE long bits_of(int form) { return form == W4 ? 4 : 8; }
+INLINE f32n number(int form, u32n w, int place) {  // the code at this place of every word
+#ifdef __AVX512F__  // a shift, and a look-up in a table of 16
+  const __m512 table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+  if (form == W4) return (f32n)_mm512_permutexvar_ps((__m512i)(w >> 4 * place), table);
+#endif
+  int bits = bits_of(form);
+  i32n top = (i32n)(w << (32 - bits * (place + 1)));
+  if (form != WF8) return __builtin_convertvector(top >> (32 - bits), f32n);
+  // e4m3: sign, 4 bits of exponent, 3 of fraction. They move to their places in an fp32, whose
+  // exponent is 120 larger for the same number; the copies of the sign are masked out.
+  return (f32n)((top >> 4) & (int)0x87f00000) * 0x1p120f;
+}
+INLINE u32n unpack(int form, int type, u32n w, int i) {  // word i of `tile` from a word of codes
+  int half = 16 / bits_of(form);
+  if (type == FP32) return (u32n)number(form, w, i / 2 + i % 2 * half);
+  if (type == INT8 && BYTES == 4) return w ^ 0x80808080u;  // code + 128: dpbusd wants it unsigned
+  if (type == INT8) {
+    typedef int16_t i16n __attribute__((vector_size(4 * LANES), may_alias));
+    return (u32n)((i16n)(w << (8 - 8 * i)) >> 8);
+  }
+#ifdef __AVX512BF16__  // both halves in one look-up; it takes 5 bits, so the table is there twice
+  const u32n table = {0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0, 0xc0e0c100, 0xc0a0c0c0,
+                      0xc040c080, 0xbf80c000, 0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0,
+                      0xc0e0c100, 0xc0a0c0c0, 0xc040c080, 0xbf80c000};
+  if (form == W4) return (u32n)_mm512_permutexvar_epi16((__m512i)(w >> 4 * i), (__m512i)table);
+#endif
+  return ((u32n)number(form, w, i) >> 16) | (u32n)number(form, w, i + half);
+}
+// One row times a unit of a whole panel, four registers of sums at a time: each waits four cycles
+// for its last addition. Every sum runs in the order of `tile`. The codes 2 KB ahead are asked for:
+// unpacking leaves the processor no room to look that far by itself (int8: 8.9 -> 13 GB/s).
+INLINE void tile_codes(int form, int type, const char *codes, const char *x, long n, f32n *c) {
+  long per = 32 / bits_of(form), words = per / in_word(type);
+  for (int j0 = 0; j0 < 2 * PARTS; j0 += 4) {
+    f32n a[4] = {};
+    const char *w = codes + j0 * sizeof(u32n), *x_k = x;
+    for (long k = 0; k < n; k += per, w += 256, x_k += 4 * words) {
+      if (!j0) for (int b = 0; b < 256; b += 64) __builtin_prefetch(w + 2048 + b);
+      for (int i = 0; i < words; i++) for (int j = 0; j < 4; j++)
+        a[j] = multiply_add(type, a[j], unpack(form, type, ((const u32n *)w)[j], i), x_k + 4 * i);
+    }
+    for (int j = 0; j < 4; j++) c[j0 + j] = a[j];
+  }
+}
+INLINE void unpack_unit(int form, int type, const char *codes, long n, char *panel) {
+  long per = 32 / bits_of(form);
+  for (long k = 0; k < n; k += per, codes += 256) for (int i = 0; i < per / in_word(type); i++)
+    for (int j = 0; j < PARTS; j++, panel += sizeof(u32n))
+      *(u32n *)panel = unpack(form, type, ((const u32n *)codes)[j], i);
+}
+// Scales and minima of 32 columns at a place of their tables, in fp32; then, for a row,
+// sums += scale * c + min * sum_x, where c and sum_x are of one unit.
+typedef struct { f32n scales[PARTS], mins[PARTS]; } Factors;
+INLINE f32n factor(int bf, const char *table, long at) {
+  if (!table) return (f32n){};
+  if (!bf) return *(const f32n *)(table + at * 4);
+  typedef uint16_t u16n __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+  return (f32n)(__builtin_convertvector(*(const u16n *)(table + at * 2), u32n) << 16);
+}
+INLINE Factors factors(const Narrow *a, long at) {
+  Factors f;
+  for (int j = 0; j < PARTS; j++) {
+    f.scales[j] = factor(a->bf_scales, a->scales, at + j * LANES);
+    f.mins[j] = factor(a->bf_scales, a->mins, at + j * LANES);
+  }
+  return f;
+}
+INLINE void scale_unit(int type, const Factors *f, const f32n *c, float sum_x, f32n *sums) {
+  for (int j = 0; j < PARTS; j++) {
+    f32n v = type == INT8 ? __builtin_convertvector((i32n)c[j], f32n) : c[j];
+    if (type == INT8 && BYTES == 4) v -= 128 * sum_x;
+    sums[j] = sums[j] + f->mins[j] * sum_x + f->scales[j] * v;
+  }
+}
+INLINE void unit_rows(int R, int type, const Narrow *a, const Factors *f, const char *panel,
+                      const char *x, long n, const float *sums_x, float *sums) {
+  f32n c[ROWS][PARTS];
+  tile(type, R, panel, x, a->KP, n, c);
+  for (int r = 0; r < R; r++)
+    scale_unit(type, f, c[r], sums_x[r * a->units], (f32n *)(sums + r * 64));
+}
+static __attribute__((noinline)) void all_rows(int type, const Narrow *a, const Factors *f,
+    const char *panel, const char *x, long M, long n, const float *sums_x, float *sums) {
+#define PASS(type) for (long m = 0; m < M; m += ROWS) WITH_R(M - m, unit_rows, type, a, f, panel, \
+    x + m * a->KP * 4 / in_word(type), n, sums_x + m * a->units, sums + m * 64)
+  if (type == FP32) PASS(FP32) else if (type == BF16) PASS(BF16) else PASS(INT8)
+}
+// A row of x as the loops want it: in the order of the columns, padded with zeros, for W8A8 as
+// integers (the largest becomes 127, halves go to even); and the sum of each unit. Returns the
+// scale of the row, NaN if x holds one.
+static float ready_row(int bf, int type, const Narrow *a, const char *x, float *line, char *to,
+                       float *sums_x) {
+  f32s top = {};
+  for (long k = 0; k < a->KP; k += 16) *(f32s *)(line + k) = get(bf, x, k, a->K);
+  for (long k = 0; a->inputs && k < a->K; k++) {
+    const char *from = x + a->inputs[k] * size_of(bf);
+    line[k] = *(float *)&(word){bf ? *(const uint16_t *)from << 16 : *(const word *)from};
+  }
+  for (long k = 0; k < a->KP; k += 16) {
+    f32s v = *(f32s *)(line + k);
+    top = larger(where(v < 0, -v, v), top);
+  }
+  float scale = type == INT8 ? fmaxf(lanes_max(top) / 127, 1e-12f) : 1, total = 0;
+  for (long k = 0; k < a->KP; k += 16, to += 64 / in_word(type)) {
+    f32s v = *(f32s *)(line + k);
+    if (type == INT8) *(f32s *)(line + k) = v = (v / scale + 12582912.f) - 12582912.f;
+    i32s q = __builtin_convertvector(v, i32s);
+    if (BYTES == 4) q = PICK(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    integers narrowed = __builtin_convertvector(q, integers);
+    if (type == INT8) memcpy(to, &narrowed, least(16, a->KP - k) * 4 / BYTES);
+    else put(type, to, 0, a->KP - k, v);
+  }
+  for (long u = 0; u < a->units; u++) {
+    f32s sum = {};
+    long end = least(a->KP, (u + 1) * a->unit);
+    for (long k = u * a->unit; k < end; k += 16) sum += get(0, (char *)line, k, end);
+    total += sums_x[u] = lanes_sum(sum);
+  }
+  return scale + 0 * total;
+}
+// The panel at `column` times M rows of x, unit by unit: sums[M][64].
+INLINE void panel_rows(int form, int type, const Narrow *a, long column, const char *x, long M,
+                       const float *sums_x, char *space, float *sums) {
+  long groups = (a->K + a->group - 1) / a->group;
+  memset(sums, 0, M * 64 * 4);
+  for (long u = 0, k = 0; u < a->units; u++, k += a->unit) {
+    long n = least(a->unit, a->KP - k);
+    const char *codes = a->codes + (column * a->KP + k * 64) * bits_of(form) / 8;
+    const char *at = x + k * 4 / in_word(type);
+    f32n c[2][PARTS];
+    if (M == 1) tile_codes(form, type, codes, at, n, c[0]);
+    for (int h = 0; h < 2; h++) {
+      Factors f = factors(a, column * groups + k / a->group * 64 + h * NC);
+      if (M == 1) { scale_unit(type, &f, c[h], sums_x[u], (f32n *)(sums + h * NC)); continue; }
+      unpack_unit(form, type, codes + h * 128, n, space);
+      all_rows(type, a, &f, space, at, M, n, sums_x + u, sums + h * NC);
+    }
+  }
+}
+INLINE long ready_row_size(int type, const Narrow *a) {
+  return a->KP * 4 / in_word(type) + (a->units + 1) * 4;
+}
+INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
+#ifdef __AVX512BF16__
+  int type = form == W8A8 ? INT8 : bf ? BF16 : FP32;
+#else
+  int type = form == W8A8 ? INT8 : FP32;
+#endif
+  long panels = (a->N + 63) / 64, step = 1 + panels / (8 * omp_get_num_threads());
+  long shares = (panels + step - 1) / step, blocks = (a->T + 127) / 128;
+  // Of this thread: a widened unit, the sums of a block, a row in fp32. Then x: a few rows are made
+  // ready by every thread for itself, which is faster than to wait for one another.
+  long alone = a->T <= 4, fixed = NC * 128 * 4 + 128 * 64 * 4 + a->KP * 4 + 64;
+  char *space = room(&own, fixed + alone * a->T * ready_row_size(type, a));
+  float *sums = (float *)(space + NC * 128 * 4), *line = sums + 128 * 64;
+  char *x = alone ? space + fixed : (char *)t->shared;
+  long row = a->KP * 4 / in_word(type);
+  float *sums_x = (float *)(x + a->T * row), *scales = sums_x + a->T * a->units;
+  for (long m = alone ? 0 : next(t); m < a->T; m = alone ? m + 1 : next(t))
+    scales[m] = ready_row(bf, type, a, a->x + m * a->ldx * size_of(bf), line, x + m * row,
+                          sums_x + m * a->units);
+  if (!alone) barrier(t);
+  for (long i; (i = next(t)) < shares * blocks;) {
+    long m0 = i / shares * 128, m1 = least(a->T, m0 + 128), p0 = i % shares * step;
+    for (long p = p0; p < least(panels, p0 + step); p++) {
+      panel_rows(form, type, a, p * 64, x + m0 * row, m1 - m0, sums_x + m0 * a->units, space, sums);
+      for (long m = m0; m < m1; m++) for (long j = 0; j < 64 && p * 64 + j < a->N; j += 16) {
+        f32s v = *(f32s *)(sums + (m - m0) * 64 + j) * scales[m];
+        if (a->bias) v += get(bf, a->bias, p * 64 + j, a->N);
+        put(a->bf_out, a->out + m * a->N * size_of(a->bf_out), p * 64 + j, a->N, v);
+      }
+    }
   }
 }
 // ---- attention over the paged cache: one chunk --------------------------------------------------
@@ -490,11 +717,10 @@ OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n,
 // R rows of x times packed panels, for both products of a prompt's chunk ..
 INLINE void times_panels(int R, int bf, const char *panels, const char *x, long ld, long K,
                          long columns, float *out, long ldo) {
-  f32s c[ROWS][2];
+  f32n c[ROWS][PARTS];
   for (long n = 0; n < columns; n += NC) {
     tile(bf, R, panels + n * ld * size_of(bf), x, ld, K, c);
-    for (int r = 0; r < R; r++) for (int j = 0; j < 2; j++)
-      *(f32s *)(out + r * ldo + n + 16 * j) = c[r][j];
+    for (int r = 0; r < R; r++) memcpy(out + r * ldo + n, c[r], sizeof c[r]);
   }
 }
 // .. and straight from the cache, for a decode step: a word is used once, so storing it would not
@@ -502,31 +728,31 @@ INLINE void times_panels(int R, int bf, const char *panels, const char *x, long 
 INLINE void scores_direct(int R, int bf, Rows *now, Rows *ahead, const char *q, long DP, long D,
                           float (*s)[CHUNK]) {
   for (long t = 0; t < now->n; t += 16) {
-    f32s c[ROWS] = {};
+    f32n c[ROWS][16 / LANES] = {};
     for (long d = 0; d < D; d += 64 / size_of(bf)) {
       u32s w[16];
       key_words(bf, now->k + t, d, D, w);
-      for (int i = 0; i < 16; i++) for (int r = 0; r < R; r++)
-        c[r] = multiply_add(bf, c[r], w[i], q + (r * DP + d) * size_of(bf) + 4 * i);
+      for (int i = 0; i < 16; i++) for (int r = 0; r < R; r++) for (int j = 0; j < 16 / LANES; j++)
+        c[r][j] = multiply_add(bf, c[r][j], ((u32n *)(w + i))[j],
+                               q + (r * DP + d) * size_of(bf) + 4 * i);
     }
-    for (int r = 0; r < R; r++) *(f32s *)(s[r] + t) = c[r];
+    for (int r = 0; r < R; r++) memcpy(s[r] + t, c[r], sizeof c[r]);
     fetch(ahead, 8);
   }
 }
 INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, long DP, long D,
                          float *o) {
   for (long d = 0; d < DP; d += 2 * NC) {
-    f32s c[ROWS][4] = {};
+    f32n c[ROWS][2 * PARTS] = {};
     for (long t = 0; t < now->n; t += bf ? 2 : 1) {
       u32s w[4];
       value_words(bf, bf, now->v + t, d, D, w);
       value_words(bf, bf, now->v + t, d + NC, D, w + 2);
-      for (int r = 0; r < R; r++) for (int j = 0; j < 4; j++)
-        c[r][j] = multiply_add(bf, c[r][j], w[j], p + (r * CHUNK + t) * size_of(bf));
+      for (int r = 0; r < R; r++) for (int j = 0; j < 2 * PARTS; j++)
+        c[r][j] = multiply_add(bf, c[r][j], ((u32n *)w)[j], p + (r * CHUNK + t) * size_of(bf));
       if (t % 16 == 0) fetch(ahead, 8);
     }
-    for (int r = 0; r < R; r++) for (int j = 0; j < 4 && d + 16 * j < DP; j++)
-      *(f32s *)(o + r * DP + d + 16 * j) = c[r][j];
+    for (int r = 0; r < R; r++) memcpy(o + r * DP + d, c[r], least(DP - d, 2 * NC) * 4);
   }
 }
 typedef struct { const char *keys, *values; Rows *now, *ahead; } Chunk;
@@ -686,14 +912,37 @@ INLINE void attention(int bf, Team *t, const Attn *a) {
 // ---- entry --------------------------------------------------------------------------------------
 // An Op is one operator call as data: the wrappers below fill it. ns is the estimated time on one
 // thread; less than it takes to wake another is done by the caller alone.
-enum { NORM, SILU, ROPE, ARGMAX, ATTENTION, LINEAR };
+enum { NORM, SILU, ROPE, ARGMAX, ATTENTION, LINEAR, NARROW };
 typedef struct { int64_t kind, bf, ns; char *p[8]; int64_t n[15]; double f[4]; } Op;
-#define BOTH(f, ...) if (o->bf) f(1, &t, __VA_ARGS__); else f(0, &t, __VA_ARGS__); break
+// Each operator twice, for fp32 and bf16, as functions of their own: the time that gcc needs grows
+// with the square of the size of a function.
+#define TWICE(name, ...) \
+  static __attribute__((noinline)) void name##_fp32(Team *t, const Op *o, const void *a) { \
+    enum { bf = 0 }; char *const *p = o->p; const int64_t *n = o->n; __VA_ARGS__; } \
+  static __attribute__((noinline)) void name##_bf16(Team *t, const Op *o, const void *a) { \
+    enum { bf = 1 }; char *const *p = o->p; const int64_t *n = o->n; __VA_ARGS__; }
+TWICE(norm, rms_norm(bf, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4], o->f[0]))
+TWICE(silu, silu_mul(bf, t, p[0], p[1], n[0], n[1], n[2]))
+TWICE(rope, rope_store(bf, t, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
+                       (Cache){p[4], n[0], n[1], n[2], n[3], n[4], n[13], (float *)p[5], o->f[0], o->f[1]},
+                       n[6], n[7], n[8], n[9], n[10], n[11], n[12]))
+TWICE(largest, argmax(bf, t, p[0], (int64_t *)p[1], n[0], n[1], n[2]))
+TWICE(attend_all, attention(bf, t, a))
+TWICE(dense, linear(bf, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4]))
+TWICE(int4, narrow(bf, t, W4, a))
+TWICE(int8, narrow(bf, t, W8, a))
+TWICE(fp8, narrow(bf, t, WF8, a))
+TWICE(both8, narrow(bf, t, W8A8, a))
+#define PAIR(name) {name##_fp32, name##_bf16}
+static void (*const OPERATORS[][2])(Team *, const Op *, const void *) = {
+  PAIR(norm), PAIR(silu), PAIR(rope), PAIR(largest), PAIR(attend_all), PAIR(dense), PAIR(int4),
+  PAIR(int8), PAIR(fp8), PAIR(both8)};
 void run(const Op *o) {
   int threads = o->ns < 60000 ? 1 : omp_get_max_threads();
   char *const *p = o->p;
   const int64_t *n = o->n;
   Attn a = {0};
+  Narrow w = {0};
   size_t shared = o->kind == LINEAR && !o->bf ? n[0] * n[2] * 4 : 0;  // x in two parts
   if (o->kind == ATTENTION) {
     Cache c = {p[2], n[0], n[1], n[2], n[3], n[4], n[12], (float *)p[6], 1, o->f[2]};
@@ -703,16 +952,13 @@ void run(const Op *o) {
     a.items = plan(&a, 0, 0);
     if (a.split) shared = a.items * most_rows(&a) * (a.DP + 2) * 4;  // partial results
   }
+  if (o->kind >= NARROW) {
+    long KP = round_up(n[2], 8), unit = least(round_up(n[5], 8), 128);
+    w = (Narrow){p[0], p[1], p[2], p[3], p[4], (int64_t *)p[5], p[6], n[0], n[1], n[2], n[3], n[4],
+                 n[5], n[6], KP, unit, (KP + unit - 1) / unit};
+    shared = w.T * ready_row_size(FP32, &w);  // the widest
+  }
   Team t = {.shared = (float *)room(&common, shared)};
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  switch (o->kind) {
-    case NORM: BOTH(rms_norm, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4], o->f[0]);
-    case SILU: BOTH(silu_mul, p[0], p[1], n[0], n[1], n[2]);
-    case ROPE: BOTH(rope_store, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
-                    ((Cache){p[4], n[0], n[1], n[2], n[3], n[4], n[13], (float *)p[5], o->f[0],
-                             o->f[1]}), n[6], n[7], n[8], n[9], n[10], n[11], n[12]);
-    case ARGMAX: BOTH(argmax, p[0], (int64_t *)p[1], n[0], n[1], n[2]);
-    case ATTENTION: BOTH(attention, &a);
-    case LINEAR: BOTH(linear, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4]);
-  }
+  OPERATORS[o->kind][o->bf](&t, o, o->kind == ATTENTION ? (void *)&a : &w);
 }

@@ -41,7 +41,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Callable
 
 import numpy as np
@@ -97,6 +97,56 @@ FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}    # OCP 8-bi
 # What a cache may hold, in the order of the enum in kernels.c. float16 comes with the activations.
 KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8,
              "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+@dataclass
+class QuantizedWeight:
+    """A weight (N, K) as codes and scales: w[n, k] = codes[n, k] * scales[n, k // group] + mins,
+    where mins, if there are any, has a number for each scale."""
+    codes: torch.Tensor                  # (N, K) uint8 or int8, integers, or float8_e4m3fn
+    scales: torch.Tensor                 # fp32 (N, ceil(K / group))
+    group: int                           # columns that share a scale; K: one scale per row
+    bits: int = 8                        # 4: every code is in 0..15 (uint8) or -8..7 (int8)
+    mins: torch.Tensor | None = None     # fp32, like scales
+    inputs: torch.Tensor | None = None   # int64 (K,): column k multiplies input inputs[k]
+    activations: str | None = None       # "int8", "fp8": inputs rounded, per row; None: as they are
+    input_scale: float | None = None     # fp8: this scale for all inputs, instead of one per row
+
+    def rows(self, first, end):
+        """Rows first..end-1 as a weight of their own."""
+        cut = {name: t[first:end] for name in ("codes", "scales", "mins")
+               if (t := getattr(self, name)) is not None}
+        return replace(self, **cut)
+
+    def dequantize(self):
+        """The weight in fp32 (N, K), columns in the order of the inputs."""
+        K = self.codes.shape[1]
+        spread = lambda x: x.repeat_interleave(self.group, 1)[:, :K]
+        w = self.codes.float() * spread(self.scales)
+        w = w if self.mins is None else w + spread(self.mins)
+        return w if self.inputs is None else torch.empty_like(w).index_copy_(1, self.inputs, w)
+
+    def round_inputs(self, x):
+        """(codes of x (T, K) as integers or fp8 numbers, their scales (T, 1)); scale = largest /
+        127 (448 in fp8), codes = x / scale, halves to even."""
+        top = 127.0 if self.activations == "int8" else FP8_MAX[torch.float8_e4m3fn]
+        scale = (x.float().abs().amax(1, keepdim=True) / top).clamp_min(1e-12)
+        if self.input_scale is not None:
+            scale = torch.full_like(scale, self.input_scale)
+        x = (x.float() / scale).clamp(-top, top)
+        return (x.round() if top == 127.0 else x.to(torch.float8_e4m3fn).float()), scale
+
+def stack(parts):
+    """The rows of several QuantizedWeight one under another, or None if they differ in anything
+    but their numbers. Parts with other inputs (GPTQ act order) cannot share a product."""
+    first, *rest = parts
+    same = lambda a, b: (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    facts = lambda p: (p.codes.dtype, p.codes.shape[1], p.group, p.bits, p.mins is None,
+                       p.activations, p.input_scale)
+    if any(facts(p) != facts(first) or not same(p.inputs, first.inputs) for p in rest):
+        return None
+    join = lambda name: torch.cat([as_bytes(getattr(p, name)) for p in parts])
+    return replace(first, codes=join("codes").view(first.codes.dtype), scales=join("scales"),
+                   mins=None if first.mins is None else join("mins"))
 
 def require(condition, *parts):
     """Raise ValueError with the parts in a row when the condition fails."""
@@ -985,6 +1035,35 @@ def unpack_int4(words, K):
     shifts = (4 * torch.arange(8, device=words.device, dtype=torch.int32)).view(1, 8, 1, 1)
     return ((tiles >> shifts) & 15).view(-1, words.shape[1])[:K]
 
+def quantize_int8(w):
+    """w (N, K) as int8 with one scale per row: the largest of a row becomes 127, halves go to even.
+    With activations="int8" the result is what is called w8a8."""
+    w = w.float()
+    scales = (w.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+    return QuantizedWeight(torch.round(w / scales).to(torch.int8), scales, w.shape[1])
+
+def quantize_int4(w, group=32, symmetric=True):
+    """w (N, K) in 4 bits with a scale per `group` columns, K a multiple of it; halves go to even.
+    Symmetric: the number farthest from zero becomes -8, as in GGUF's Q4_0; its scale may be
+    negative. Otherwise the smallest becomes 0 and the largest 15. Scales and minima are numbers
+    that bf16 holds: 16 bits each."""
+    require(w.shape[1] % group == 0, f"int4: a group of {group} does not divide {w.shape[1]} columns")
+    short = lambda x: x.to(torch.bfloat16).float()
+    w = w.float().unflatten(1, (-1, group))                                # (N, K / group, group)
+    low, high = w.amin(2), w.amax(2)
+    mins = None if symmetric else short(low)
+    scales = short(torch.where(high > -low, high, low) / -8 if symmetric else (high - mins) / 15)
+    scales = torch.where(scales.abs() < 1e-12, 1e-12, scales)
+    codes = torch.round((w if symmetric else w - mins[..., None]) / scales[..., None]).flatten(1)
+    codes = codes.clamp(-8, 7).to(torch.int8) if symmetric else codes.clamp(0, 15).to(torch.uint8)
+    return QuantizedWeight(codes, scales, group, 4, mins)
+
+def quantize_fp8(w):
+    """w (N, K) as e4m3 with one scale per row: the largest of a row becomes 448, halves to even."""
+    w = w.float()
+    scales = (w.abs().amax(1, keepdim=True) / 448).clamp_min(1e-12)
+    return QuantizedWeight((w / scales).to(torch.float8_e4m3fn), scales, w.shape[1])
+
 def int8_matmul_ref(x, weight, scale):
     """x (T, K) times int8 weight (N, K), scale (N,) -> (T, N)."""
     return (x.float() @ weight.float().T * scale.float()).to(x.dtype)
@@ -1209,6 +1288,7 @@ def _record(kind, pointers, numbers, floats=0):
 
 _run_norm, _run_silu, _run_rope = _record(0, 4, 5, 1), _record(1, 2, 3), _record(2, 6, 14, 2)
 _run_argmax, _run_attention, _run_linear = _record(3, 2, 3), _record(4, 7, 13, 3), _record(5, 4, 5)
+_RUN_NARROW = {form: _record(6 + i, 7, 7) for i, form in enumerate(("int4", "int8", "fp8", "w8a8"))}
 _BF16 = torch.bfloat16
 _CACHE = {dtype: number for number, dtype in enumerate(KV_DTYPES.values())}
 
@@ -1298,6 +1378,54 @@ def linear_c(x, packed, N, K, bias=None, dtype=None):
     ns = N * K // 16 + (2 - bf) * T * N * K // 250       # reading the weights, and arithmetic
     _run_linear(bf, ns, x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(),
                 out.data_ptr(), T, N, K, x.stride(0), dtype is _BF16)
+    return out
+
+def narrow_form(weight):
+    """How linear_narrow_c reads a QuantizedWeight: a key of _RUN_NARROW, or ValueError saying why
+    it cannot."""
+    K, group, fp8 = weight.codes.shape[1], weight.group, weight.codes.dtype in FP8_MAX
+    require(weight.codes.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn),
+            f"codes of type {weight.codes.dtype} are not supported")
+    require(group >= K or group % 128 == 0 or (group % 8 == 0 and group <= 128),
+            f"a group of {group} columns is neither a multiple of 128 nor up to 128 and one of 8")
+    if weight.activations == "int8" and not fp8:
+        return "w8a8"
+    return "fp8" if fp8 else f"int{weight.bits}"
+
+def pack_codes(weight):
+    """QuantizedWeight -> (words, scales, mins) as kernels.c describes them: panels of 64 rows, N
+    padded with zeros, K to a multiple of 8. Unsigned codes become signed, which the minima make up
+    for. Scales and minima in bf16 if it holds all of them exactly."""
+    (N, K), form = weight.codes.shape, narrow_form(weight)
+    codes, mins = weight.codes.view(torch.uint8), weight.mins
+    if weight.codes.dtype == torch.uint8:
+        half = 1 << weight.bits - 1
+        codes, mins = codes - half, (0 if mins is None else mins) + half * weight.scales
+    codes = F.pad(codes, (0, -K % 8, 0, -N % 64))
+    if form == "int4":      # a byte holds codes k and k + 2
+        codes = codes.unflatten(1, (-1, 2, 2, 2)) & 15                 # (N, K / 8, 2, 2, 2)
+        codes = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4)           # (N, K / 8, 2, 2)
+    codes = codes.unflatten(1, (-1, 2, 2)) if form != "int4" else codes
+    words = codes.transpose(2, 3).reshape(len(codes) // 64, 64, -1, 4).transpose(1, 2).contiguous()
+    tables = [None if t is None else F.pad(t, (0, 0, 0, -N % 64)).unflatten(0, (-1, 64))
+              .transpose(1, 2).contiguous() for t in (weight.scales.float(), mins)]
+    short = [t if t is None else t.to(_BF16) for t in tables]
+    if all(t is None or torch.equal(t, s.float()) for t, s in zip(tables, short)):
+        tables = short
+    return words, *tables
+
+def linear_narrow_c(x, weight, bias=None, dtype=None):
+    """x (T, K) times a NarrowWeight, plus bias (N,) -> (T, N) in dtype (default: x's). x and bias
+    both fp32 or both bf16. Sums are fp32; x is rounded only if the weight asks for it."""
+    x, dtype, (N, K) = x if x.stride(1) == 1 else x.contiguous(), dtype or x.dtype, weight.shape
+    require(x.shape[1] == K and x.dtype in C_DTYPES, "linear: x", x, "weight", (N, K))
+    T, pointer = x.shape[0], lambda t: 0 if t is None else t.data_ptr()
+    out = torch.empty((T, N), dtype=dtype)
+    ns = weight.words.numel() // 16 + T * N * K // 500       # reading the weights, and arithmetic
+    _RUN_NARROW[weight.form](
+        x.dtype is _BF16, ns, x.data_ptr(), weight.words.data_ptr(), weight.scales.data_ptr(),
+        pointer(weight.mins), pointer(bias), pointer(weight.inputs), out.data_ptr(), T, N, K,
+        x.stride(0), dtype is _BF16, weight.group, weight.scales.dtype is _BF16)
     return out
 
 
@@ -1439,6 +1567,17 @@ class PackedWeight:
     panels: torch.Tensor
     shape: tuple[int, int]
 
+@dataclass
+class NarrowWeight:
+    """A quantized weight of shape (N, K) as the C member reads it, see pack_codes."""
+    words: torch.Tensor
+    scales: torch.Tensor
+    mins: torch.Tensor | None
+    inputs: torch.Tensor | None
+    shape: tuple[int, int]
+    group: int
+    form: str
+
 def zeros(shape, dtype, device):
     """A tensor of zeros. On a CPU the operating system hands out zeroed pages when they are first
     touched, so a large cache costs memory only as it fills. Why zeros: masked positions are
@@ -1491,9 +1630,15 @@ def keeps_bf16(device):
             and FORCE != "torch" and c_library()[0] is not None)
 
 def prepare_weight(weight, dtype):
-    """The weight (N, K) of a linear layer for activations of `dtype`, in the layout that its
-    machine multiplies fastest: on a CPU, if it is bf16 and there is a C compiler, panels instead of
-    the weight; elsewhere the weight itself, for the library's product."""
+    """The weight (N, K) of a linear layer, a tensor or a QuantizedWeight, for activations of
+    `dtype`, in the layout that its machine multiplies fastest."""
+    if isinstance(weight, QuantizedWeight):
+        native = (weight.codes.device.type == "cpu" and dtype in C_DTYPES and FORCE != "torch"
+                  and c_library()[0] and weight.activations != "fp8")
+        if not native:
+            return weight
+        return NarrowWeight(*pack_codes(weight), weight.inputs, tuple(weight.codes.shape),
+                            weight.group, narrow_form(weight))
     packs = (weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and dtype in C_DTYPES
              and weight.shape[1] % 2 == 0 and FORCE != "torch" and c_library()[0])
     return PackedWeight(pack_linear(weight), tuple(weight.shape)) if packs else weight.to(dtype)
@@ -1503,7 +1648,30 @@ def linear(x, weight, bias=None, dtype=None):
     dtype = dtype or x.dtype
     if isinstance(weight, PackedWeight):
         return linear_c(x, weight.panels, *weight.shape, bias, dtype)
+    if isinstance(weight, NarrowWeight):
+        return linear_narrow_c(x, weight, bias, dtype)
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear_ref(x, weight, bias).to(dtype)
     return F.linear(x, weight, bias).to(dtype)
+
+def quantized_linear_ref(x, weight, bias=None):
+    """x (T, K) times a QuantizedWeight in fp32 (T, N). A million weights at a time are expanded."""
+    x, scale = x.float(), None
+    if weight.activations:
+        x, scale = weight.round_inputs(x)
+    N, K = weight.codes.shape
+    step = max(1, (1 << 20) // K)
+    y = torch.cat([F.linear(x, weight.rows(n, n + step).dequantize()) for n in range(0, N, step)],
+                  1)
+    y = y if scale is None else y * scale
+    return y if bias is None else y + bias.float()
+
+def weight_bytes(weight):
+    """Bytes of a prepared weight: {"weights": codes or numbers, "scales": scales and minima}."""
+    size = lambda x: 0 if x is None else x.numel() * x.element_size()
+    if isinstance(weight, QuantizedWeight):
+        return {"weights": size(weight.codes), "scales": size(weight.scales) + size(weight.mins)}
+    return {"weights": size(getattr(weight, "panels", weight)), "scales": 0}
 
 KERNELS: dict[str, Kernel] = {
     "rms_norm": Kernel(rms_norm_ref, _rms_norm_triton, rms_norm_c),

@@ -4074,7 +4074,7 @@ def test_an_engine_that_cannot_start_says_why(options, words):
 
 def test_the_start_shows_its_arithmetic():
     report = "\n".join(toy_llm(num_kv_blocks=129).core.report)
-    assert "129 blocks x 16 tokens x 512 B = 1.0 MiB" in report
+    assert "129 blocks x 16 tokens x 512 B (float32) = 1.0 MiB" in report
     assert "1.0 requests of 2048 tokens" in report
     assert toy_llm(max_model_len=2048).core.max_model_len == 2048  # all the model has
     llm = toy_llm(num_kv_blocks=5)
