@@ -39,6 +39,9 @@ import safetensors
 import tokenizers
 import torch
 
+from kernels import QuantizedWeight
+from quantized import read_scheme
+
 
 # ==================================================================================================
 # 1  Bad input
@@ -141,9 +144,7 @@ class ModelConfig:
 def refuse_unsupported(config, name):
     """Keys that change the mathematics and are not implemented are refused by name."""
     act = config.get("hidden_act", "silu")
-    method = (config.get("quantization_config") or {"quant_method": "none"}).get("quant_method")
     require(act in ("silu", "swish"), f"{name}: hidden_act {act!r} is not supported, only silu")
-    require(method == "none", f"{name}: quant_method {method!r} is not supported")
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "clip_qkv"):
         require(config.get(key) is None, f"{name}: {key} = {config.get(key)!r} is not supported")
 
@@ -262,18 +263,23 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata):
-        """Byte-level BPE from a GGUF file's metadata. ValueError names the key."""
+        """Byte-level or SentencePiece BPE of a GGUF file's metadata. ValueError names the key."""
         def get(key, kind, default=None):
             return gguf_value(metadata, f"tokenizer.ggml.{key}", kind, default)
         model, pre = get("model", str), get("pre", str, "default")
-        require(model == "gpt2", f"tokenizer.ggml.model {model!r} is not supported, only 'gpt2'")
-        row = next((row for row in GGUF_PRE_TOKENIZERS if pre in row[0].split()), None)
-        require(row, f"tokenizer.ggml.pre {pre!r} is not supported")
-        _, patterns, normalizer, ignore_merges, adds_bos = row
         tokens, types = get("tokens", list), get("token_type", list, [])
         require(tokens, "tokenizer.ggml.tokens is empty")
-        backend = byte_level_bpe(tokens, get("merges", list, []), patterns, ignore_merges)
-        backend.normalizer = normalizer
+        if model == "llama":
+            backend, adds_bos = sentencepiece_bpe(
+                tokens, get("scores", list), types, get("add_space_prefix", bool, True)), True
+        else:
+            require(model == "gpt2", f"tokenizer.ggml.model {model!r} is not supported, "
+                    "only 'gpt2' and 'llama'")
+            row = next((row for row in GGUF_PRE_TOKENIZERS if pre in row[0].split()), None)
+            require(row, f"tokenizer.ggml.pre {pre!r} is not supported")
+            _, patterns, normalizer, ignore_merges, adds_bos = row
+            backend = byte_level_bpe(tokens, get("merges", list, []), patterns, ignore_merges)
+            backend.normalizer = normalizer
         for kind, is_special in ((3, True), (4, False)):  # control tokens, user-defined tokens
             backend.add_tokens([
                 tokenizers.AddedToken(token, special=is_special, normalized=False)
@@ -390,6 +396,30 @@ def byte_level_bpe(tokens, merges, patterns, ignore_merges=False):
     backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
 
+def sentencepiece_bpe(tokens, scores, types, space_prefix):
+    """SentencePiece's BPE (Kudo and Richardson 2018): spaces are "▁", characters without a token
+    become bytes, and the pair whose union has the best score is merged first. A list of merges in
+    that order is what the library wants."""
+    require(len(scores) == len(tokens), "tokenizer.ggml.tokens and scores do not fit")
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    merges, unknown = [], next((token for token, kind in zip(tokens, types) if kind == 2), None)
+    with explained("tokenizer.ggml.tokens and scores do not fit", Exception):
+        for token, token_id in ids.items():
+            cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+            merges += [(-scores[token_id], ids[left], ids[right], left, right)
+                       for left, right in cuts if left in ids and right in ids]
+        model = tokenizers.models.BPE(
+            vocab=ids, merges=[merge[3:] for merge in sorted(merges)], unk_token=unknown,
+            fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    prefix = [tokenizers.normalizers.Prepend("▁")] if space_prefix else []
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        prefix + [tokenizers.normalizers.Replace(" ", "▁")])
+    d = tokenizers.decoders
+    strip = [d.Strip(" ", 1, 0)] if space_prefix else []
+    backend.decoder = d.Sequence([d.Replace("▁", " "), d.ByteFallback(), d.Fuse()] + strip)
+    return backend
+
 def add_around(backend, before, after):
     """Make encode() put the token `before` in front of a text and `after` behind it."""
     around = [token for token in (before, after) if token]
@@ -424,8 +454,8 @@ class Checkpoint:
         self.name, self.config, self.generation_config = str(name), config, generation_config
         self.shapes, self.taken = shapes, set()
 
-    def take(self, name, shape):
-        """The tensor `name`, in its stored dtype (quantized GGUF types as float32). Only once.
+    def take(self, name, shape, read=None):
+        """The tensor `name`, in its stored dtype (quantized types as float32). Only once.
         ValueError: no such tensor, another shape than the model's config implies, or taken before.
         """
         require(name in self.shapes, f"{self.name}: tensor {name} is missing")
@@ -433,18 +463,23 @@ class Checkpoint:
         found, shape = self.shapes[name], tuple(shape)
         require(found == shape, f"{self.name}: tensor {name} has shape {found}, expected {shape}")
         self.taken.add(name)
-        return self.read(name)
+        return (read or self.read)(name)
+
+    def take_weight(self, layer, shape):
+        """The matrix (N, K) of a linear layer or embedding: a tensor, or a QuantizedWeight if that
+        is how it is stored."""
+        return self.take(f"{layer}.weight", shape)
 
     def finish(self):
         """All layers are built: ValueError if a tensor was never taken.
-        Two kinds may stay: rotary inv_freq tables, which follow from the config, and an
-        lm_head.weight next to tied embeddings, which the config says is the embedding again."""
-        known = "rotary_emb.inv_freq"
-        if self.config.get("tie_word_embeddings", False):
-            known = (known, "lm_head.weight")
-        left = [name for name in self.shapes if name not in self.taken and not name.endswith(known)]
+        Two kinds may stay: rotary inv_freq tables, which follow from the config, and an lm_head
+        next to tied embeddings, which the config says is the embedding again."""
+        tied = self.config.get("tie_word_embeddings", False)
+        left = [name for name in self.shapes.keys() - self.taken
+                if not name.endswith("rotary_emb.inv_freq")
+                and not (tied and name.startswith("lm_head."))]
         require(not left, f"{self.name}: {len(left)} tensors do not belong to this model: "
-                f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}")
+                f"{', '.join(sorted(left)[:5])}{', ...' if len(left) > 5 else ''}")
 
 class SafetensorsFolder(Checkpoint):
     """A Hugging Face folder: config.json, and one .safetensors file or shards with an index."""
@@ -464,6 +499,7 @@ class SafetensorsFolder(Checkpoint):
             for name in files[file]:
                 require(self.home.get(name) is handle, f"{path}: tensor {name} is missing")
         super().__init__(folder, config, generation_config, shapes)
+        self.scheme = read_scheme(config, folder)
 
     def _list_files(self):
         """{file name: tensors that the index says it holds}"""
@@ -484,6 +520,14 @@ class SafetensorsFolder(Checkpoint):
 
     def read(self, name):
         return self.home[name].get_tensor(name)
+
+    def take_weight(self, layer, shape):
+        if self.scheme and self.scheme.holds(self, layer):
+            return self.scheme.read(self, layer, *shape)
+        weight = super().take_weight(layer, shape)
+        dense = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        require(dense, f"{self.name}: {layer}.weight is {weight.dtype} and nothing says its scale")
+        return weight
 
     def tokenizer(self):
         return Tokenizer.from_folder(self.folder, self.config, self.generation_config)
@@ -528,40 +572,90 @@ class Toy(Checkpoint):
 # Invariant: no byte of a file is trusted: a broken header is a ValueError, never a crash.
 # Try: add a row to GGUF_TYPES; a test compares it with the gguf package at once.
 
-# Quantized tensors of a GGUF file (ggml-org/ggml, docs/gguf.md) are rows of blocks, 32 weights in
-# each: w = scale * q, or scale * q + minimum.
-#     Q4_0  d:f16 · 16 bytes: low nibbles are weights 0-15, high nibbles 16-31; q = nibble - 8
-#     Q5_0  d:f16 · 32 fifth bits · 16 bytes of nibbles; q = 5 bits - 16
-#     Q4_1, Q5_1  d:f16 m:f16 in front, q unsigned             Q8_0  d:f16 · 32 x int8
+# Quantized tensors (ggml-org/ggml, src/ggml-common.h) are rows of blocks of 32 or 256 weights:
+# w = scale * q, or scale * q + minimum, where d and m are float16.
+#     Q4_0  d · 16 bytes of nibbles; q = nibble - 8      Q4_1  d m · 16 bytes; q = nibble
+#     Q5_0  d · 32 fifth bits · 16 bytes; q - 16         Q5_1  d m · 32 fifth bits · 16 bytes
+#     Q8_0  d · 32 x int8
+# The K types have 256 weights in groups of 16 or 32, and scale = d * the group's small integer:
+#     Q2_K  16 x (scale:4 min:4) · 64 bytes · d m         Q6_K  128 bytes of low nibbles
+#     Q3_K  256 third bits · 64 bytes · 16 x 6 bits · d         · 64 bytes of high bits
+#     Q4_K, Q5_K  d m · 8 x (scale:6 min:6)                     · 16 x int8 · d
+#                 · 256 fifth bits (Q5_K) · 128 bytes
 
 def half(blocks, start):
     """The float16 at byte `start` of each block, widened: (N, bytes) -> (N, 1)."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
-def nibbles(packed):
-    """(N, 16) bytes -> (N, 32) values 0..15: all low halves, then all high halves.
+def spread(packed, run, bits):
+    """Codes of 1, 2 or 4 bits: each run of bytes holds 8 / bits runs of codes, one in the lowest
+    bits of all its bytes, the next in the bits above. (N, bytes) -> (N, codes) uint8.
 
-    >>> nibbles(torch.tensor([[0x21, 0x43]], dtype=torch.uint8)).tolist()
+    >>> spread(torch.tensor([[0x21, 0x43]], dtype=torch.uint8), run=2, bits=4).tolist()
     [[1, 3, 2, 4]]
     """
-    return torch.cat([packed & 15, packed >> 4], dim=1)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
+    runs = packed.unflatten(1, (-1, 1, run))
+    return (runs >> shifts & (1 << bits) - 1).flatten(1)
 
-def fifth_bits(packed):
-    """(N, 4) bytes -> (N, 32) values 0 or 16: bit i belongs to weight i."""
-    return (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1) << 4
+def signed(codes, middle):
+    return codes.view(torch.int8) - middle
 
-# id in the file: (name, weights per block, bytes per block, (N, bytes) uint8 -> (N, weights))
-GGUF_TYPES = {
-    0: ("F32", 1, 4, lambda b: b.view(torch.float32)),
-    1: ("F16", 1, 2, lambda b: b.view(torch.float16)),
-    30: ("BF16", 1, 2, lambda b: b.view(torch.bfloat16)),
-    2: ("Q4_0", 32, 18, lambda b: (nibbles(b[:, 2:]).float() - 8) * half(b, 0)),
-    3: ("Q4_1", 32, 20, lambda b: nibbles(b[:, 4:]).float() * half(b, 0) + half(b, 2)),
-    6: ("Q5_0", 32, 22,
-        lambda b: ((nibbles(b[:, 6:]) | fifth_bits(b[:, 2:6])).float() - 16) * half(b, 0)),
-    7: ("Q5_1", 32, 24,
-        lambda b: (nibbles(b[:, 8:]) | fifth_bits(b[:, 4:8])).float() * half(b, 0) + half(b, 2)),
-    8: ("Q8_0", 32, 34, lambda b: b[:, 2:].view(torch.int8).float() * half(b, 0)),
+def six_bits(b):
+    """8 scales and 8 minima of 6 bits in 12 bytes: the first 4 of each lie in the low 6 bits of
+    bytes 0-3 and 4-7, whose top 2 bits continue the nibbles of the last 4 in bytes 8-11."""
+    low, mid, high = b.split(4, dim=1)
+    return (torch.cat([low & 63, high & 15 | low >> 2 & 48], 1),
+            torch.cat([mid & 63, high >> 4 | mid >> 2 & 48], 1))
+
+def decode_q2_k(b):
+    d, m, small = half(b, 80), half(b, 82), b[:, :16]
+    return spread(b[:, 16:80], 32, 2), d * (small & 15), -(m * (small >> 4))
+
+def decode_q3_k(b):
+    codes = spread(b[:, 32:96], 32, 2) | spread(b[:, :32], 32, 1) << 2
+    small = spread(b[:, 96:104], 8, 4) | spread(b[:, 104:108], 4, 2) << 4
+    return signed(codes, 4), half(b, 108) * signed(small, 32), None
+
+def decode_q4_k(b, fifth=0, qs=16):
+    scales, minima = six_bits(b[:, 4:16])
+    codes = spread(b[:, qs:], 32, 4) | fifth
+    return codes, half(b, 0) * scales, -(half(b, 2) * minima)
+
+def decode_q5_k(b):
+    return decode_q4_k(b, fifth=spread(b[:, 16:48], 32, 1) << 4, qs=48)
+
+def decode_q6_k(b):
+    codes = spread(b[:, :128], 64, 4) | spread(b[:, 128:192], 32, 2) << 4
+    return signed(codes, 32), half(b, 208) * b[:, 192:208].view(torch.int8), None
+
+def decode_5(b, start):
+    """Nibbles behind 32 fifth bits."""
+    return spread(b[:, start + 4 :], 16, 4) | spread(b[:, start : start + 4], 1, 1) << 4
+
+@dataclass(frozen=True)
+class GgufType:
+    """weights: in a block of so many bytes. decode: blocks (N, size) uint8 -> the numbers, or
+    (codes (N, weights), scales (N, groups), minima or None) with codes of so many bits."""
+    name: str
+    weights: int
+    size: int
+    decode: object
+    bits: int = 0
+
+GGUF_TYPES = {  # by the number that stands for the type in a file
+    0: GgufType("F32", 1, 4, lambda b: b.view(torch.float32)),
+    1: GgufType("F16", 1, 2, lambda b: b.view(torch.float16)),
+    30: GgufType("BF16", 1, 2, lambda b: b.view(torch.bfloat16)),
+    2: GgufType("Q4_0", 32, 18,
+                lambda b: (signed(spread(b[:, 2:], 16, 4), 8), half(b, 0), None), 4),
+    3: GgufType("Q4_1", 32, 20, lambda b: (spread(b[:, 4:], 16, 4), half(b, 0), half(b, 2)), 4),
+    6: GgufType("Q5_0", 32, 22, lambda b: (signed(decode_5(b, 2), 16), half(b, 0), None), 8),
+    7: GgufType("Q5_1", 32, 24, lambda b: (decode_5(b, 4), half(b, 0), half(b, 2)), 8),
+    8: GgufType("Q8_0", 32, 34, lambda b: (b[:, 2:].view(torch.int8), half(b, 0), None), 8),
+    10: GgufType("Q2_K", 256, 84, decode_q2_k, 4), 11: GgufType("Q3_K", 256, 110, decode_q3_k, 4),
+    12: GgufType("Q4_K", 256, 144, decode_q4_k, 4), 13: GgufType("Q5_K", 256, 176, decode_q5_k, 8),
+    14: GgufType("Q6_K", 256, 210, decode_q6_k, 8),
 }
 GGML_TYPE_NAMES = dict(enumerate(
     "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS "
@@ -655,10 +749,10 @@ class GgufCursor:
         start = -(-self.pos // alignment) * alignment  # position 100, alignment 32 -> 128
         for name, (shape, type_id, offset) in places.items():
             kind = GGML_TYPE_NAMES.get(type_id, f"number {type_id}")
-            known = [row[0] for row in GGUF_TYPES.values()]
+            known = [row.name for row in GGUF_TYPES.values()]
             require(type_id in GGUF_TYPES,
                     f"{self.name}: type {kind} of tensor {name} is not supported, only {known}")
-            _, weights, size, _ = GGUF_TYPES[type_id]
+            weights, size = GGUF_TYPES[type_id].weights, GGUF_TYPES[type_id].size
             end = start + offset + math.prod(shape) // weights * size
             self.check(end <= len(self.data), f"the file ends inside tensor {name}")
             self.check(offset % alignment == 0, f"tensor {name} is not aligned to {alignment}")
@@ -694,14 +788,28 @@ class GgufFile(Checkpoint):
         super().__init__(path, config, {}, shapes)
 
     def read(self, name):
+        weight = self.read_stored(name)
+        return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
+    def take_weight(self, layer, shape):
+        return self.take(f"{layer}.weight", shape, self.read_stored)
+
+    def read_stored(self, name):
+        """A tensor, or a QuantizedWeight if the type has codes."""
         shape, type_id, start = self.places[name]
-        _, weights, size, dequantize = GGUF_TYPES[type_id]
-        num_blocks = math.prod(shape) // weights
-        blocks = self.data[start : start + num_blocks * size].view(num_blocks, size)
+        kind = GGUF_TYPES[type_id]
+        num_blocks = math.prod(shape) // kind.weights
+        blocks = self.data[start : start + num_blocks * kind.size].view(num_blocks, kind.size)
         heads = self.permuted.get(".".join(name.split(".")[3:]))
         if heads:
-            blocks = undo_rotary_order(blocks.view(shape[0], -1), heads).view(num_blocks, size)
-        return dequantize(blocks).view(shape)
+            rows = undo_rotary_order(blocks.view(shape[0], -1), heads)
+            blocks = rows.view(num_blocks, kind.size)
+        if not kind.bits:
+            return kind.decode(blocks).view(shape)
+        codes, *tables = kind.decode(blocks)
+        group = kind.weights // tables[0].shape[1]
+        scales, mins = (None if t is None else t.reshape(-1, shape[-1] // group) for t in tables)
+        return QuantizedWeight(codes.reshape(-1, shape[-1]), scales, group, kind.bits, mins)
 
     def tokenizer(self):
         with explained(self.name, ValueError):

@@ -41,7 +41,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Callable
 
 import numpy as np
@@ -108,14 +108,18 @@ class QuantizedWeight:
     bits: int = 8                        # 4: every code is in 0..15 (uint8) or -8..7 (int8)
     mins: torch.Tensor | None = None     # fp32, like scales
     inputs: torch.Tensor | None = None   # int64 (K,): column k multiplies input inputs[k]
-    activations: str | None = None       # "int8", "fp8": inputs rounded, per row; None: as they are
-    input_scale: float | None = None     # fp8: this scale for all inputs, instead of one per row
+    int8_inputs: bool = False            # multiply inputs that are rounded to int8, row by row
 
-    def rows(self, first, end):
-        """Rows first..end-1 as a weight of their own."""
-        cut = {name: t[first:end] for name in ("codes", "scales", "mins")
+    def rows(self, index):
+        """Some of the rows, a slice or a tensor of ids, as a weight of their own."""
+        cut = {name: as_bytes(t)[index].view(t.dtype) for name in ("codes", "scales", "mins")
                if (t := getattr(self, name)) is not None}
         return replace(self, **cut)
+
+    def to(self, device):
+        tensors = {f.name: t.to(device) for f in fields(self)
+                   if isinstance(t := getattr(self, f.name), torch.Tensor)}
+        return replace(self, **tensors)
 
     def dequantize(self):
         """The weight in fp32 (N, K), columns in the order of the inputs."""
@@ -125,23 +129,13 @@ class QuantizedWeight:
         w = w if self.mins is None else w + spread(self.mins)
         return w if self.inputs is None else torch.empty_like(w).index_copy_(1, self.inputs, w)
 
-    def round_inputs(self, x):
-        """(codes of x (T, K) as integers or fp8 numbers, their scales (T, 1)); scale = largest /
-        127 (448 in fp8), codes = x / scale, halves to even."""
-        top = 127.0 if self.activations == "int8" else FP8_MAX[torch.float8_e4m3fn]
-        scale = (x.float().abs().amax(1, keepdim=True) / top).clamp_min(1e-12)
-        if self.input_scale is not None:
-            scale = torch.full_like(scale, self.input_scale)
-        x = (x.float() / scale).clamp(-top, top)
-        return (x.round() if top == 127.0 else x.to(torch.float8_e4m3fn).float()), scale
-
 def stack(parts):
     """The rows of several QuantizedWeight one under another, or None if they differ in anything
     but their numbers. Parts with other inputs (GPTQ act order) cannot share a product."""
     first, *rest = parts
     same = lambda a, b: (a is None) == (b is None) and (a is None or torch.equal(a, b))
     facts = lambda p: (p.codes.dtype, p.codes.shape[1], p.group, p.bits, p.mins is None,
-                       p.activations, p.input_scale)
+                       p.int8_inputs)
     if any(facts(p) != facts(first) or not same(p.inputs, first.inputs) for p in rest):
         return None
     join = lambda name: torch.cat([as_bytes(getattr(p, name)) for p in parts])
@@ -1037,7 +1031,7 @@ def unpack_int4(words, K):
 
 def quantize_int8(w):
     """w (N, K) as int8 with one scale per row: the largest of a row becomes 127, halves go to even.
-    With activations="int8" the result is what is called w8a8."""
+    With int8_inputs the result is what is called w8a8."""
     w = w.float()
     scales = (w.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
     return QuantizedWeight(torch.round(w / scales).to(torch.int8), scales, w.shape[1])
@@ -1047,7 +1041,8 @@ def quantize_int4(w, group=32, symmetric=True):
     Symmetric: the number farthest from zero becomes -8, as in GGUF's Q4_0; its scale may be
     negative. Otherwise the smallest becomes 0 and the largest 15. Scales and minima are numbers
     that bf16 holds: 16 bits each."""
-    require(w.shape[1] % group == 0, f"int4: a group of {group} does not divide {w.shape[1]} columns")
+    require(w.shape[1] % group == 0,
+            f"int4: groups of {group} do not divide the {w.shape[1]} columns of a weight")
     short = lambda x: x.to(torch.bfloat16).float()
     w = w.float().unflatten(1, (-1, group))                                # (N, K / group, group)
     low, high = w.amin(2), w.amax(2)
@@ -1388,7 +1383,7 @@ def narrow_form(weight):
             f"codes of type {weight.codes.dtype} are not supported")
     require(group >= K or group % 128 == 0 or (group % 8 == 0 and group <= 128),
             f"a group of {group} columns is neither a multiple of 128 nor up to 128 and one of 8")
-    if weight.activations == "int8" and not fp8:
+    if weight.int8_inputs:
         return "w8a8"
     return "fp8" if fp8 else f"int{weight.bits}"
 
@@ -1413,6 +1408,21 @@ def pack_codes(weight):
     if all(t is None or torch.equal(t, s.float()) for t, s in zip(tables, short)):
         tables = short
     return words, *tables
+
+def unpack_codes(weight, ids):
+    """Rows ids (T,) of a NarrowWeight as a QuantizedWeight; the inverse of pack_codes."""
+    panel, row, (_, K) = ids // 64, ids % 64, weight.shape
+    words = weight.words[panel, :, row].view(torch.uint8).unflatten(-1, (2, 2)).transpose(-2, -1)
+    if weight.form == "int4":                                              # (T, K / 8, 2, 2)
+        words = torch.stack([words & 15, words >> 4], -2)                  # (T, K / 8, 2, 2, 2)
+        words = (words ^ 8) - 8                                            # the sign, in a byte
+    kind = torch.float8_e4m3fn if weight.form == "fp8" else torch.int8
+    codes = words.reshape(len(ids), -1)[:, :K].contiguous().view(kind)
+    scales, mins = (None if t is None else t[panel, :, row].float()
+                    for t in (weight.scales, weight.mins))
+    bits = 4 if weight.form == "int4" else 8
+    return QuantizedWeight(codes, scales, weight.group, bits, mins, weight.inputs,
+                           weight.form == "w8a8")
 
 def linear_narrow_c(x, weight, bias=None, dtype=None):
     """x (T, K) times a NarrowWeight, plus bias (N,) -> (T, N) in dtype (default: x's). x and bias
@@ -1634,7 +1644,7 @@ def prepare_weight(weight, dtype):
     `dtype`, in the layout that its machine multiplies fastest."""
     if isinstance(weight, QuantizedWeight):
         native = (weight.codes.device.type == "cpu" and dtype in C_DTYPES and FORCE != "torch"
-                  and c_library()[0] and weight.activations != "fp8")
+                  and c_library()[0])
         if not native:
             return weight
         return NarrowWeight(*pack_codes(weight), weight.inputs, tuple(weight.codes.shape),
@@ -1656,22 +1666,43 @@ def linear(x, weight, bias=None, dtype=None):
 
 def quantized_linear_ref(x, weight, bias=None):
     """x (T, K) times a QuantizedWeight in fp32 (T, N). A million weights at a time are expanded."""
-    x, scale = x.float(), None
-    if weight.activations:
-        x, scale = weight.round_inputs(x)
-    N, K = weight.codes.shape
+    x, scale, (N, K) = x.float(), None, weight.codes.shape
+    if weight.int8_inputs:    # the largest of a row becomes 127, halves go to even
+        scale = (x.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+        x = (x / scale).round()
     step = max(1, (1 << 20) // K)
-    y = torch.cat([F.linear(x, weight.rows(n, n + step).dequantize()) for n in range(0, N, step)],
-                  1)
+    y = torch.cat([F.linear(x, weight.rows(slice(n, n + step)).dequantize())
+                   for n in range(0, N, step)], 1)
     y = y if scale is None else y * scale
     return y if bias is None else y + bias.float()
+
+def embedding(ids, weight):
+    """Rows ids (T,) of a prepared or unprepared weight (N, K): (T, K), fp32 unless they are stored
+    as they are. With tied embeddings the packed LM head serves as the table."""
+    if isinstance(weight, PackedWeight):
+        _, pairs, rows, _ = weight.panels.shape                    # (panels, K / 2, 32, 2)
+        return weight.panels[ids // rows, :, ids % rows].view(len(ids), 2 * pairs)
+    if isinstance(weight, NarrowWeight):
+        return unpack_codes(weight, ids).dequantize()
+    if isinstance(weight, QuantizedWeight):
+        return weight.rows(ids).dequantize()
+    return F.embedding(ids, weight)
 
 def weight_bytes(weight):
     """Bytes of a prepared weight: {"weights": codes or numbers, "scales": scales and minima}."""
     size = lambda x: 0 if x is None else x.numel() * x.element_size()
-    if isinstance(weight, QuantizedWeight):
-        return {"weights": size(weight.codes), "scales": size(weight.scales) + size(weight.mins)}
+    if isinstance(weight, (QuantizedWeight, NarrowWeight)):
+        codes = weight.words if isinstance(weight, NarrowWeight) else weight.codes
+        return {"weights": size(codes), "scales": size(weight.scales) + size(weight.mins)}
     return {"weights": size(getattr(weight, "panels", weight)), "scales": 0}
+
+def weight_kind(weight):
+    """One word for the form of a prepared weight, for people."""
+    if isinstance(weight, NarrowWeight):
+        return weight.form
+    if isinstance(weight, QuantizedWeight):
+        return narrow_form(weight)
+    return str(getattr(weight, "panels", weight).dtype).removeprefix("torch.")
 
 KERNELS: dict[str, Kernel] = {
     "rms_norm": Kernel(rms_norm_ref, _rms_norm_triton, rms_norm_c),

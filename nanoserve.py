@@ -189,6 +189,9 @@ class EngineConfig:
     kv_cache_memory: str | None = option(None, "bytes of KV cache, e.g. 512MiB (default: measured)")
     kv_cache_dtype: str = option("auto", "auto = the checkpoint's, else that of activations",
                                  choices=("auto", *kernels.KV_DTYPES))
+    quantization: str = option("auto", "form of the weights, a row of the table QUANTS")
+    quantization_group: int = option(32, "int4: columns that share a scale", choices=(32, 64, 128))
+    quantization_symmetric: bool = option(True, "int4: scales only, no minima")
     max_num_seqs: int = option(256, "requests running at once", 1)
     max_num_batched_tokens: int = option(2048, "token budget of one step", 1)
     long_prefill_token_threshold: int = option(0, "largest chunk of a request; 0 = the budget", 0)
@@ -468,36 +471,72 @@ class IncrementalDetokenizer:
 # ==================================================================================================
 # 4  Linear layers
 # ==================================================================================================
-# Problem: a decoder layer multiplies by seven matrices, but q, k and v share their input, and so do
-# gate and up.  Idea: stack the matrices that share an input and multiply once; one large product
-# reads its input once and keeps the cores busier than three small ones.
+# Problem: a decoder layer multiplies by seven matrices, and reading them is most of a decode step.
+# Idea: fewer, larger products (q, k and v share their input, and so do gate and up), and fewer
+# bytes: a weight may be codes of 4 or 8 bits with a scale per row or group of columns.
 #
 #     checkpoint   q_proj (H*D, E)   k_proj (KH*D, E)   v_proj (KH*D, E)
 #     here         one weight ((H + 2*KH)*D, E);  q, k, v are column ranges of its output
 #
+#     w  -0.9 0.3 0.5 1.4   ──►   codes -5 2 3 -8, scale -0.175   ──►   0.88 -0.35 -0.53 1.4 ...
+#
+# Codes are widened in registers, next to the product; nowhere is there a wide copy of a weight.
+#
 # Invariant: a stacked layer gives the results of its parts side by side; only their place differs.
-# Simplification: one format, dense weights; packed formats will hold a row each in QUANTS.
+# Why: parts that differ (one left dense, or quantized in another order of inputs) stay apart.
+# Simplification: weights made here are rounded to nearest; GPTQ and AWQ, which look at activations
+#   to round better, are read from checkpoints (quantized.py) and not made.
+# Try: python bench.py quant --quick
 
-class DenseLinear:
+class Linear:
     """y = x W^T + b, W stacked from checkpoint matrices with the same input width."""
     def __init__(self, model, names, out_sizes, in_size, bias):
-        parts = list(zip(names, out_sizes))
-        weights = [model.tensor(f"{name}.weight", (size, in_size), model.weight_dtype)
-                   for name, size in parts]
-        # (sum of out_sizes, in_size), in the layout that the machine multiplies fastest
-        self.weight = kernels.prepare_weight(torch.cat(weights), model.dtype)
-        biases = [model.tensor(f"{name}.bias", (size,)) for name, size in parts if bias]
+        parts = [model.weight(name, (size, in_size)) for name, size in zip(names, out_sizes)]
+        # (sum of out_sizes, in_size), each in the layout that the machine multiplies fastest
+        self.weights = [kernels.prepare_weight(weight, model.dtype) for weight in join_rows(parts)]
+        biases = [model.tensor(f"{name}.bias", (size,))
+                  for name, size in zip(names, out_sizes) if bias]
         self.bias = torch.cat(biases) if bias else None
 
     def __call__(self, x):
-        return kernels.linear(x, self.weight, self.bias)
+        if len(self.weights) == 1:
+            return kernels.linear(x, self.weights[0], self.bias)
+        y = torch.cat([kernels.linear(x, weight) for weight in self.weights], 1)
+        return y if self.bias is None else y + self.bias
+
+def join_rows(parts):
+    """One weight that holds the rows of all, or the parts as they are if their forms differ."""
+    narrow = [isinstance(part, kernels.QuantizedWeight) for part in parts]
+    if not any(narrow):
+        return [torch.cat(parts)]
+    stacked = kernels.stack(parts) if all(narrow) else None
+    return parts if stacked is None else [stacked]
+
+def dense(weight):
+    """A weight as one tensor."""
+    return weight.dequantize() if isinstance(weight, kernels.QuantizedWeight) else weight
 
 @dataclass(frozen=True)
 class Quant(Row):
-    """How one weight format becomes a layer."""
-    layer: type
+    """convert(weight, config): a weight as it is stored, tensor or QuantizedWeight, as it is to
+    run. head: the row for the LM head, whose errors go straight into the logits."""
+    convert: Callable
+    head: str
 
-QUANTS = {"none": Quant("dense weights; quantized GGUF types are expanded at load", DenseLinear)}
+QUANTS = {
+    "auto": Quant("as the checkpoint stores them", lambda w, config: w, "auto"),
+    "none": Quant("dense: quantized weights are expanded", lambda w, config: dense(w), "none"),
+    "int8": Quant("8 bits, a scale per row",
+                  lambda w, config: kernels.quantize_int8(dense(w)), "int8"),
+    "int4": Quant("4 bits, a scale per quantization_group columns; LM head int8",
+                  lambda w, config: kernels.quantize_int4(
+                      dense(w), config.quantization_group, config.quantization_symmetric), "int8"),
+    "w8a8": Quant("int8, and inputs rounded to int8 row by row; LM head int8",
+                  lambda w, config: replace(kernels.quantize_int8(dense(w)), int8_inputs=True),
+                  "int8"),
+    "fp8": Quant("8-bit floats (e4m3), a scale per row",
+                 lambda w, config: kernels.quantize_fp8(dense(w)), "fp8"),
+}
 
 
 # ==================================================================================================
@@ -637,8 +676,8 @@ class Attention:
         names, sizes = [prefix + n for n in ("q_proj", "k_proj", "v_proj")], [H * D, KH * D, KH * D]
         qkv_bias = c.attention_bias if arch.qkv_bias is None else arch.qkv_bias
         o_bias = c.attention_bias if arch.o_bias is None else arch.o_bias
-        self.qkv_proj = model.linear(names, sizes, E, qkv_bias)
-        self.o_proj = model.linear([prefix + "o_proj"], [E], H * D, o_bias)
+        self.qkv_proj = Linear(model, names, sizes, E, qkv_bias)
+        self.o_proj = Linear(model, [prefix + "o_proj"], [E], H * D, o_bias)
         self.norms = [model.tensor(prefix + n, (D,)) for n in ("q_norm.weight", "k_norm.weight")
                       if arch.qk_norm]
         self.kv_scales = [model.kv_scale(prefix + n) for n in ("k_scale", "v_scale")]
@@ -664,8 +703,8 @@ class MLP:
         E, width = c.hidden_size, c.intermediate_size
         bias = c.mlp_bias if model.arch.mlp_bias is None else model.arch.mlp_bias
         names = [prefix + "gate_proj", prefix + "up_proj"]
-        self.gate_up_proj = model.linear(names, [width, width], E, bias)
-        self.down_proj = model.linear([prefix + "down_proj"], [E], width, bias)
+        self.gate_up_proj = Linear(model, names, [width, width], E, bias)
+        self.down_proj = Linear(model, [prefix + "down_proj"], [E], width, bias)
 
     def __call__(self, x):
         return self.down_proj(kernels.silu_mul(self.gate_up_proj(x)))
@@ -674,22 +713,24 @@ class Model:
     """The decoder. Built from a checkpoint, run on packed batches.
 
     dtype: of activations. weight_dtype: of matrices, where it differs."""
-    def __init__(self, ckpt, config, dtype, device, attention_backend, max_len, weight_dtype=None):
+    def __init__(self, ckpt, config, dtype, device, attention_backend, max_len, weight_dtype=None,
+                 engine_config=None):
         self.ckpt, self.config, self.arch = ckpt, config, ARCHS[config.architecture]
+        self.engine_config = engine_config or EngineConfig()
         self.dtype, self.device, self.attention_backend = dtype, device, attention_backend
         self.weight_dtype = weight_dtype or dtype
         self.cos_sin = rope_table(config, max_len, device)
         V, E = config.vocab_size, config.hidden_size
-        self.embed_tokens = self.tensor("model.embed_tokens.weight", (V, E), self.weight_dtype)
+        self.embed_tokens = self.weight("model.embed_tokens", (V, E), head=True)
         self.layers = [
             (self.tensor(f"model.layers.{i}.input_layernorm.weight", (E,)), Attention(self, i),
              self.tensor(f"model.layers.{i}.post_attention_layernorm.weight", (E,)), MLP(self, i))
             for i in range(config.num_layers)]
         self.norm = self.tensor("model.norm.weight", (E,))
-        lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            lm_head = self.tensor("lm_head.weight", (V, E), self.weight_dtype)
+        tied = config.tie_word_embeddings
+        lm_head = self.embed_tokens if tied else self.weight("lm_head", (V, E), head=True)
         self.lm_head = kernels.prepare_weight(lm_head, dtype)
+        self.embed_tokens = self.lm_head if tied else self.embed_tokens  # one table serves both
         ckpt.finish()
         del self.ckpt  # its files are closed with it
 
@@ -705,14 +746,40 @@ class Model:
         require(0 < scale < math.inf, f"{self.ckpt.name}: {name} cannot be {scale}")
         return scale
 
-    def linear(self, names, out_sizes, in_size, bias):
-        """One layer of the format that QUANTS names, stacked from these checkpoint matrices."""
-        return QUANTS["none"].layer(self, names, out_sizes, in_size, bias)
+    def weight(self, name, shape, head=False):
+        """A matrix in the form that QUANTS asks for. head: of the embedding or the LM head."""
+        row = QUANTS[self.engine_config.quantization]
+        row = QUANTS[row.head] if head else row
+        weight = row.convert(self.ckpt.take_weight(name, shape), self.engine_config)
+        if isinstance(weight, kernels.QuantizedWeight):
+            return weight.to(self.device)
+        return weight.to(self.device, self.weight_dtype)
+
+    def matrix_bytes(self):
+        """({"weights": bytes, "scales": bytes}, {form: bytes}) of all matrices."""
+        linears = [linear for _, attention, _, mlp in self.layers for linear in (
+            attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)]
+        weights = [weight for linear in linears for weight in linear.weights]
+        weights += {id(w): w for w in (self.embed_tokens, self.lm_head)}.values()  # or one for both
+        parts, forms = Counter(), Counter()
+        for weight in weights:
+            sizes = kernels.weight_bytes(weight)
+            parts.update(sizes)
+            forms[kernels.weight_kind(weight)] += sizes["weights"]
+        return parts, forms
+
+    def activation_bytes(self, num_tokens, num_rows):
+        """Bytes alive at the widest place of a step: the residual stream and either what is around
+        attention or what is around the MLP, and the logits of num_rows rows."""
+        c = self.config
+        E, F, D, H = c.hidden_size, c.intermediate_size, c.head_dim, c.num_heads
+        widest = E + max((2 * H + 2 * c.num_kv_heads) * D, 3 * F)
+        return num_tokens * (4 * E + self.dtype.itemsize * widest) + 4 * num_rows * c.vocab_size
 
     def forward(self, token_ids, ctx):
         """token_ids (T,) -> normalised hidden states (T, E). `x` is always the newest contribution;
         the norm adds it to the residual stream, which is fp32 (see rms_norm), and normalises."""
-        x = F.embedding(token_ids, self.embed_tokens).to(self.dtype)  # (T, E)
+        x = kernels.embedding(token_ids, self.embed_tokens).to(self.dtype)  # (T, E)
         residual, eps = torch.zeros(x.shape, device=self.device), self.config.rms_norm_eps
         for input_norm, attention, post_norm, mlp in self.layers:
             x = attention(kernels.rms_norm(x, input_norm, eps, residual), ctx)  # residual += x
@@ -1807,7 +1874,7 @@ class ModelRunner:
                    for _, attention, *_ in model.layers]
         for kv in self.kv if kv_dtype == torch.int8 else ():
             kv.scales = kernels.zeros(shape[:4], torch.float32, self.device)
-        self.decode_graphs = None
+        self.decode_graphs, self.activation_bytes = None, 0  # the most of any step
         if self.device.type == "cuda" and not eager:
             self.decode_graphs = DecodeGraphs(model, self.kv, R, max_model_len, block_size)
         self.requests, self.free_rows = {}, list(range(R))[::-1]
@@ -1872,6 +1939,8 @@ class ModelRunner:
             finite = last.isfinite().all(dim=1).tolist()
             output.not_finite = [requests[i].request_id for i, ok in zip(done, finite) if not ok]
             logits = self.model.logits(last)  # (R, V)
+            self.activation_bytes = max(
+                self.activation_bytes, self.model.activation_bytes(len(token_ids), len(done)))
             clock.lap("forward")
             self._sample(logits, [requests[i] for i in done], rows[done], output)
             clock.lap("sample")
@@ -2008,6 +2077,8 @@ class EngineCore:
         self.model_config = mc = read_model_config(checkpoint)
         device = kernels.resolve_device(config.device)
         dtype, weight_dtype = kernels.resolve_dtypes(config.dtype, mc.dtype, device)
+        require(config.quantization in QUANTS, f"quantization must be one of {[*QUANTS]}, "
+                f"got {config.quantization!r}")
         asked = mc.kv_cache_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         kv_dtype = kernels.KV_DTYPES.get(asked, dtype)
         BS, budget, longest = config.block_size, config.max_num_batched_tokens, mc.longest_context()
@@ -2022,12 +2093,18 @@ class EngineCore:
                 f"max_model_len {config.max_model_len} exceeds the model's {longest} positions")
         self.max_model_len = config.max_model_len or longest
         window = max(mc.layer_windows) if min(mc.layer_windows) else 0
-        num_blocks = self._size_pool(mc, kv_dtype, device, window)
+        num_blocks, per_token = self._size_pool(mc, kv_dtype, device, window)
         require(config.enable_chunked_prefill or self.max_model_len <= budget,
                 f"max_num_batched_tokens {budget} cannot hold a whole prompt (max_model_len)")
-        model = Model(checkpoint, mc, dtype, device, backend, self.max_model_len, weight_dtype)
+        model = Model(checkpoint, mc, dtype, device, backend, self.max_model_len, weight_dtype,
+                      config)
         self.runner = ModelRunner(model, num_blocks, BS, config.max_num_seqs, self.max_model_len,
                                   kv_dtype, config.enforce_eager)
+        self.bytes, forms = model.matrix_bytes()
+        self.bytes["kv"] = num_blocks * BS * per_token
+        self.report.append("matrices: " + ", ".join(
+            f"{show_bytes(n)} {form}" for form, n in forms.most_common())
+            + f"; scales {show_bytes(self.bytes['scales'])}")
         self.seeds = random.Random(config.seed)  # for requests that bring none
         self.scheduler = Scheduler(
             replace(config, max_model_len=self.max_model_len),
@@ -2036,7 +2113,7 @@ class EngineCore:
         self.clock.lap("start")
 
     def _size_pool(self, mc, kv_dtype, device, window):
-        """Number of KV blocks; cuts max_model_len to what they hold."""
+        """Number of KV blocks and bytes per token; cuts max_model_len to what they hold."""
         config, BS, free = self.config, self.config.block_size, kernels.free_memory(device)
         per_token = kv_bytes_per_token(mc.num_layers, mc.num_kv_heads, mc.head_dim,
                                        kv_dtype.itemsize, 4 if kv_dtype == torch.int8 else 0)
@@ -2063,7 +2140,7 @@ class EngineCore:
             self.max_model_len, needed = fits, num_blocks - 1
         self.report.append(f"KV cache: {size}; {(num_blocks - 1) / needed:.1f} requests of "
                            f"{self.max_model_len} tokens at once")
-        return num_blocks
+        return num_blocks, per_token
 
     def add_request(self, message):
         """Queue an EngineCoreRequest. ValueError if it can never run."""
@@ -2122,6 +2199,8 @@ class EngineCore:
         return dict(
             self.counts, **finished, running=len(scheduler.running), waiting=len(scheduler.waiting),
             preemptions=scheduler.num_preemptions, kv_usage=pool.usage, free_blocks=pool.num_free,
+            weight_bytes=self.bytes["weights"], scale_bytes=self.bytes["scales"],
+            kv_bytes=self.bytes["kv"], activation_bytes=self.runner.activation_bytes,
             prefix_queries=cache.queries, prefix_hits=cache.hits, attention=self.attention_name,
             attention_executed=kernels.ATTENTION[self.attention_name].executed)
 

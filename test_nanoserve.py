@@ -57,6 +57,7 @@ import bench_kernels  # noqa: E402
 import checkpoints  # noqa: E402
 import kernels  # noqa: E402
 import nanoserve as ns  # noqa: E402
+import quantized  # noqa: E402
 
 SHARED = HERE.parent / "shared" / "checkpoints"
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
@@ -209,7 +210,7 @@ def test_the_control_plane_touches_no_tensor():
     assert "torch" in code_of(section_texts(SOURCE)[13]).split()  # the check can fail
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, kernels], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels], ids=lambda m: m.__name__)
 def test_lines_and_functions_are_short(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
     wide = [i for i, line in enumerate(source.splitlines(), 1) if len(line) > 100]
@@ -232,7 +233,7 @@ def test_nanoserve_stays_readable_in_one_sitting():
     assert 0.18 < prose / sum(map(bool, lines)) < 0.42
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, kernels], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels], ids=lambda m: m.__name__)
 def test_the_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -826,7 +827,8 @@ def test_pieces_that_are_tokens_need_no_merges_where_the_format_says_so():
 
 
 @pytest.mark.parametrize("keys,message", [
-    ({"model": "llama"}, "model 'llama'"), ({"model": None}, "model is missing"), ({"pre": "mystery"}, "'mystery'"),
+    ({"model": "bert"}, "model 'bert'"), ({"model": "llama"}, "scores is missing"), ({"model": "llama", "scores": [0.0]}, "scores"),
+    ({"model": "llama", "tokens": [1, 2], "scores": [0.0, 1.0]}, "tokens"), ({"model": "llama", "tokens": ["a", "b", "ab"], "scores": ["x", "y", "z"]}, "scores"), ({"model": None}, "model is missing"), ({"pre": "mystery"}, "'mystery'"),
     ({"tokens": None}, "tokens"), ({"tokens": []}, "tokens"), ({"tokens": [1, 2]}, "tokens"), ({"tokens": "abc"}, "tokens"),
     ({"merges": ["a zzz"]}, "merges"), ({"merges": ["nospace"]}, "merges"), ({"merges": [3]}, "merges"),
     ({"eos_token_id": "x"}, "eos_token_id"), ({"token_type": 5}, "token_type"), ({"pre": 7}, "pre")])
@@ -834,6 +836,374 @@ def test_broken_gguf_tokenizers_are_one_sentence(keys, message):
     with pytest.raises(ValueError, match=message) as info:
         checkpoints.Tokenizer.from_gguf(gguf_metadata(**keys))
     assert "\n" not in str(info.value)
+
+
+# ==================================================================================================
+# 4  Linear layers: narrow weights
+# ==================================================================================================
+# A weight of codes and scales has one definition, dequantize(); everything that multiplies, packs, stacks or looks up
+# rows is held against it.
+
+
+def random_weight(form, N, K, group=32, seed=0):
+    """A QuantizedWeight of each form that a product knows."""
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * 0.1
+    w[0] = 0
+    if form == "int4":
+        return kernels.quantize_int4(w, group)
+    if form == "int4 minima":
+        return kernels.quantize_int4(w, group, symmetric=False)
+    if form == "int8 groups":  # as in GGUF's Q8_0 and Q5_1: 8-bit codes, fp32 scales and minima per group
+        whole = kernels.quantize_int4(w, group, symmetric=False)
+        codes = (whole.codes.int() * 17).to(torch.uint8)
+        return kernels.QuantizedWeight(codes, whole.scales / 17, group, 8, whole.mins + 0.01)
+    if form == "fp8":
+        return kernels.quantize_fp8(w)
+    return dataclasses.replace(kernels.quantize_int8(w), int8_inputs=form == "w8a8")
+
+
+FORMS = ["int4", "int4 minima", "int8", "int8 groups", "fp8", "w8a8"]
+needs_c = pytest.mark.skipif(kernels.c_library()[0] is None, reason="no C compiler here")
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("T", [1, 2, 5, 33])
+@pytest.mark.parametrize("form", FORMS)
+def test_narrow_products_equal_their_reference(form, T, dtype):
+    for N, K, group in ((64, 64, 32), (96, 256, 128), (200, 192, 64), (7, 160, 32), (65, 320, 16)):
+        weight = random_weight(form, N, K, group)
+        x = torch.randn(T, K, generator=torch.Generator().manual_seed(T)).to(dtype)
+        bias = torch.randn(N).to(dtype)
+        packed = kernels.prepare_weight(weight, dtype)
+        assert isinstance(packed, kernels.NarrowWeight) and packed.shape == (N, K)
+        expected = kernels.quantized_linear_ref(x, weight, bias)
+        found = kernels.linear(x, packed, bias, FP32)
+        assert found.dtype == FP32 and found.shape == (T, N)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * K ** 0.5)
+        assert kernels.linear(x, packed, bias).dtype == dtype
+        if form != "w8a8":  # and the reference equals the product with the dequantized weight
+            torch.testing.assert_close(expected, x.float() @ weight.dequantize().T + bias.float(), rtol=1e-4, atol=1e-4)
+
+
+@needs_c
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_a_packed_weight_are_the_rows_that_were_packed(form):
+    for N, K, group in ((64, 64, 32), (130, 192, 64), (7, 72, 8)):
+        weight = random_weight(form, N, K, group)
+        ids = torch.tensor([0, N - 1, 3, 3])
+        for table in (weight, kernels.prepare_weight(weight, FP32)):
+            torch.testing.assert_close(kernels.embedding(ids, table), weight.dequantize()[ids], rtol=0, atol=1e-6)
+
+
+def test_rows_of_dense_tables():
+    w = torch.randn(70, 32).to(BF16)
+    ids = torch.tensor([69, 0, 31, 32])
+    for table in (w, kernels.prepare_weight(w, FP32)):
+        assert torch.equal(kernels.embedding(ids, table).to(BF16), w[ids])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_stacked_parts_give_their_results_side_by_side(form):
+    parts = [random_weight(form, N, 64, seed=N) for N in (32, 8, 24)]
+    both = kernels.stack(parts)
+    assert torch.equal(both.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert kernels.stack([parts[0], random_weight("fp8" if form != "fp8" else "int8", 8, 64)]) is None
+    assert kernels.stack([parts[0], random_weight(form, 8, 96)]) is None
+    moved = dataclasses.replace(parts[1], inputs=torch.randperm(64))
+    assert kernels.stack([parts[0], moved]) is None and kernels.stack([moved, moved]) is not None
+
+
+@needs_c
+def test_act_order_multiplies_the_input_that_a_column_belongs_to():
+    weight = random_weight("int4", 64, 96)
+    weight.inputs = torch.randperm(96, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(3, 96)
+    w = torch.empty(64, 96)
+    w[:, weight.inputs] = dataclasses.replace(weight, inputs=None).dequantize()
+    for form in (weight, kernels.prepare_weight(weight, FP32)):
+        torch.testing.assert_close(kernels.linear(x, form), x @ w.T, rtol=1e-4, atol=1e-4)
+
+
+def test_rounding_rules():
+    """To nearest, halves to even; the largest of a row is exact."""
+    w = torch.tensor([[127.0, 0.5, 1.5, -2.5], [0, 0, 0, 0], [-254.0, 1, 3, 5]])
+    q = kernels.quantize_int8(w)
+    assert q.codes.tolist() == [[127, 0, 2, -2], [0] * 4, [-127, 0, 2, 2]] and q.scales[[0, 2]].flatten().tolist() == [1, 2]
+    x = torch.tensor([[-1, -.33, 0, .26, .74, 1.13, 1.57, 2]])  # the article's group of 8
+    q = kernels.quantize_int4(x, 8, symmetric=False)
+    error = (q.dequantize() - x).abs().max()
+    assert q.codes.min() == 0 and q.codes.max() == 15 and error <= q.scales.max() / 2 + 0.01
+    q = kernels.quantize_int4(torch.tensor([[4.0, -8.0, 1.0, 0.5, 8.0, 1, 2, 3] * 4]), 32)
+    assert q.scales.item() == 1 and q.codes[0, :4].tolist() == [4, -8, 1, 0]  # -8 is the one that is farthest, first
+    q = kernels.quantize_fp8(torch.tensor([[448.0, 1.0, -0.1]]))
+    assert q.dequantize()[0, :2].tolist() == [448, 1] and abs(q.dequantize()[0, 2] + 0.1) < 0.004
+    refused(lambda: kernels.quantize_int4(torch.ones(2, 48), 32), "groups of 32", "48 columns")
+
+
+def test_words_computed_by_hand():
+    """Each packing from its specification, without files."""
+    words = lambda *hexes: torch.tensor([int(h, 16) - (int(h, 16) >> 31 << 32) for h in hexes], dtype=torch.int32)  # noqa: E731
+    assert quantized.unpack(words("87654321", "fedcba98"), 4).tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert quantized.unpack(words("04fe0201"), 8).tolist() == [1, 2, 254, 4]
+    # An AWQ word of outputs 0..7 = 0..7: outputs 0 2 4 6 1 3 5 7 from the low bits, 0x75316420 (AutoAWQ).
+    assert quantized.unpack(words("75316420"), 4)[quantized.Awq.PLACE].tolist() == [*range(8)]
+    # GGUF: one block each of Q4_0 (d = 2), Q8_0 (d = 0.5) and Q5_0 (d = 1, all fifth bits but the first).
+    half = lambda x: list(struct.pack("<e", x))  # noqa: E731
+    decode = lambda number, data: checkpoints.GGUF_TYPES[number].decode(torch.tensor([data], dtype=torch.uint8))  # noqa: E731
+    codes, scales, _ = decode(2, half(2) + [0x9F] * 16)
+    assert codes.tolist() == [[7] * 16 + [1] * 16] and scales.item() == 2
+    codes, scales, _ = decode(8, half(0.5) + [255] * 32)
+    assert codes.tolist() == [[-1] * 32] and scales.item() == 0.5
+    codes, _, _ = decode(6, half(1) + [0xFE, 0xFF, 0xFF, 0xFF] + [0] * 16)
+    assert codes.tolist() == [[-16] + [0] * 31]
+
+
+# ---- folders as GPTQ, AWQ, compressed-tensors and FP8 tools write them
+
+def pack_words(codes, bits):
+    """Codes (..., M) as int32 words, lowest bits first: what the tools do, written once more."""
+    codes = codes.long().unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits)
+    words = codes.sum(-1)
+    return (words - (words >> 31 << 32)).to(torch.int32)
+
+
+def gptq_layer(codes, zeros, scales, group_of=None, bits=4, first=True):
+    """Tensors of layer x from codes (N, K), zeros and scales (N, groups)."""
+    stored = (zeros - int(first)) % (1 << bits)
+    tensors = {"x.qweight": pack_words(codes, bits).T.contiguous(), "x.scales": scales.T.half().contiguous(),
+               "x.qzeros": pack_words(stored.T.contiguous(), bits)}
+    return tensors if group_of is None else tensors | {"x.g_idx": group_of.int()}
+
+
+def read_layer(tmp_path, tensors, settings, N, K):
+    ckpt = ns.open_checkpoint(str(toy_folder(tmp_path / "m", tensors, {"quantization_config": settings})))
+    weight = ckpt.take_weight("x", (N, K))
+    ckpt.finish()
+    return weight
+
+
+def gptq_example(bits=4, group=8, N=16, K=32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randint(0, 1 << bits, shape, generator=g)  # noqa: E731
+    return draw(N, K), draw(N, K // group), (torch.rand(N, K // group, generator=g) + 0.5).half().float()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("first", [True, False], ids=["v1", "v2"])
+def test_gptq_zeros_follow_the_format_and_symmetric_ones_do_not(tmp_path, bits, first):
+    codes, zeros, scales = gptq_example(bits)
+    settings = dict(quant_method="gptq", bits=bits, group_size=8, checkpoint_format="gptq" if first else "gptq_v2", desc_act=False)
+    spread = lambda t: t.repeat_interleave(8, 1)  # noqa: E731
+    found = read_layer(tmp_path, gptq_layer(codes, zeros, scales, None, bits, first), settings, 16, 32)
+    assert torch.equal(found.dequantize(), (codes - spread(zeros)) * spread(scales)) and found.mins is not None
+    middle = torch.full_like(zeros, 1 << bits - 1)
+    for label in (True, False):  # BR-057: a symmetric file has its zero in the middle, whatever the label makes of it
+        found = read_layer(tmp_path, gptq_layer(codes, middle, scales, None, bits, label), settings | {"sym": True}, 16, 32)
+        assert torch.equal(found.dequantize(), (codes - (1 << bits - 1)) * spread(scales)) and found.mins is None
+
+
+def test_gptq_group_index(tmp_path):
+    """BR-059: trivial, absent, -1, one group, act order; and indices that cannot be meant."""
+    codes, zeros, scales = gptq_example()
+    settings = dict(quant_method="gptq", bits=4, group_size=8, desc_act=False)
+    natural = torch.arange(32) // 8
+    rows = lambda order: (codes - zeros[:, order]) * scales[:, order]  # noqa: E731
+    for index in (None, natural, torch.full((32,), -1)):
+        found = read_layer(tmp_path, gptq_layer(codes, zeros, scales, index), settings, 16, 32)
+        assert torch.equal(found.dequantize(), rows(natural)) and found.inputs is None
+    order = natural[torch.randperm(32, generator=torch.Generator().manual_seed(3))]
+    found = read_layer(tmp_path, gptq_layer(codes, zeros, scales, order), settings | {"desc_act": True}, 16, 32)
+    assert torch.equal(found.dequantize(), rows(order)) and found.inputs is not None
+    one = gptq_layer(codes, zeros[:, :1], scales[:, :1], torch.zeros(32))
+    found = read_layer(tmp_path, one, settings | {"group_size": -1}, 16, 32)
+    assert torch.equal(found.dequantize(), (codes - zeros[:, :1]) * scales[:, :1])
+    refused(lambda: read_layer(tmp_path, gptq_layer(codes, zeros, scales), settings | {"desc_act": True}, 16, 32), "x.g_idx", "missing")
+    for wrong in (natural + 1, torch.zeros(32), natural.flip(0) * 2):
+        refused(lambda: read_layer(tmp_path, gptq_layer(codes, zeros, scales, wrong), settings, 16, 32), "x.g_idx", "8 columns")
+
+
+@pytest.mark.parametrize("version", ["gemm", "gemv"])
+def test_awq_orders(tmp_path, version):
+    codes, zeros, scales = gptq_example(group=32, N=16, K=64)
+    if version == "gemm":
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        shuffle = lambda t: pack_words(t.T.unflatten(1, (-1, 8))[..., order].flatten(1), 4)  # noqa: E731
+        tensors = {"x.qweight": shuffle(codes), "x.qzeros": shuffle(zeros), "x.scales": scales.T.half().contiguous()}
+    else:
+        pad = lambda t: torch.nn.functional.pad(t, (0, 32 - t.shape[1]))  # noqa: E731
+        tensors = {"x.qweight": pack_words(codes, 4), "x.qzeros": pack_words(pad(zeros), 4), "x.scales": pad(scales).half()}
+    settings = dict(quant_method="awq", bits=4, group_size=32, version=version, zero_point=True)
+    found = read_layer(tmp_path, tensors, settings, 16, 64)
+    assert torch.equal(found.dequantize(), (codes - zeros.repeat_interleave(32, 1)) * scales.repeat_interleave(32, 1))
+
+
+@pytest.mark.parametrize("block,N,K", [(128, 300, 200), (4, 9, 6), (128, 128, 256)])
+def test_fp8_blocks_come_from_the_config_not_from_shapes(tmp_path, block, N, K):
+    """BR-061: a partial last block does not move the borders of the others."""
+    w = torch.randn(N, K).to(E4M3)
+    grid = 2.0 ** torch.arange(-(-N // block) * -(-K // block)).view(-(-N // block), -1)
+    settings = dict(quant_method="fp8", fmt="e4m3", weight_block_size=[block, block], activation_scheme="dynamic")
+    found = read_layer(tmp_path, {"x.weight": w, "x.weight_scale_inv": grid}, settings, N, K).dequantize()
+    expected = w.float() * grid[torch.arange(N)[:, None] // block, torch.arange(K) // block]
+    assert torch.equal(found, expected)
+    wrong = {"x.weight": w, "x.weight_scale_inv": torch.ones(len(grid) + 1, grid.shape[1])}
+    refused(lambda: read_layer(tmp_path, wrong, settings, N, K), "x.weight_scale_inv", "shape")
+
+
+def test_a_float8_weight_without_a_scale_is_not_taken_for_a_dense_one(tmp_path):
+    settings = dict(quant_method="fp8", weight_block_size=[128, 128])
+    refused(lambda: read_layer(tmp_path, {"x.weight": torch.ones(8, 8).to(E4M3)}, settings, 8, 8), "x.weight", "float8", "scale")
+
+
+CT = dict(quant_method="compressed-tensors", format="pack-quantized")
+
+
+def ct_settings(weights, inputs=None, targets=("Linear",), **more):
+    return CT | more | {"config_groups": {"group_0": dict(targets=list(targets), weights=weights, input_activations=inputs)}}
+
+
+@pytest.mark.parametrize("settings,words", [
+    (dict(quant_method="bitsandbytes", load_in_4bit=True), ["'bitsandbytes'"]),
+    (dict(quant_method="mxfp4"), ["'mxfp4'"]),
+    (dict(quant_method="gptq", bits=3, group_size=8), ["gptq", "bits 3", "4, 8"]),
+    (dict(quant_method="gptq", bits=2, group_size=8), ["gptq", "bits 2"]),
+    (dict(quant_method="gptq", bits=4, group_size=8, checkpoint_format="marlin"), ["checkpoint_format 'marlin'"]),
+    (dict(quant_method="gptq", bits=4, group_size=7), ["group size 7", "32 columns"]),
+    (dict(quant_method="gptq", bits=4, group_size="8"), ["group size '8'"]),
+    (dict(quant_method="gptq", group_size=8), ["bits None"]),
+    (dict(quant_method="awq", bits=8, group_size=8), ["awq", "bits 8"]),
+    (dict(quant_method="awq", bits=4, group_size=8, version="marlin"), ["version 'marlin'"]),
+    (dict(quant_method="fp8", fmt="e5m2"), ["fmt 'e5m2'"]),
+    (ct_settings(dict(num_bits=4), format="nvfp4-pack-quantized"), ["format 'nvfp4-pack-quantized'"]),
+    (ct_settings(dict(num_bits=2)), ["num_bits 2"]),
+    (ct_settings(dict(num_bits=8), dict(num_bits=8, dynamic=False, strategy="tensor")), ["dynamic False"]),
+    (CT, ["config_groups"]), ("int8", ["quantization_config must be an object"]),
+    (ct_settings(dict(num_bits=4), targets=[3]), ["config_groups"]),
+])
+def test_formats_that_are_not_supported_are_named_before_weights_are_read(tmp_path, settings, words):
+    codes, zeros, scales = gptq_example()
+    tensors = gptq_layer(codes, zeros, scales)
+    refused(lambda: read_layer(tmp_path, tensors, settings, 16, 32), *words)
+
+
+@pytest.mark.parametrize("change,words", [
+    (lambda t: t.pop("x.qzeros"), ["x.qzeros is missing"]),
+    (lambda t: t.pop("x.scales"), ["x.scales is missing"]),
+    (lambda t: t.pop("x.qweight"), ["x.qweight is missing"]),
+    (lambda t: t.update({"x.scales": torch.ones(3, 16).half()}), ["x.scales", "(3, 16)", "(4, 16)"]),
+    (lambda t: t.update({"x.qweight": t["x.qweight"][:-1].contiguous()}), ["x.qweight", "(3, 16)"]),
+    (lambda t: t.update({"x.extra": torch.ones(1)}), ["x.extra"]),
+])
+def test_damaged_layers_are_refused_by_tensor(tmp_path, change, words):
+    codes, zeros, scales = gptq_example()
+    tensors = gptq_layer(codes, zeros, scales)
+    change(tensors)
+    refused(lambda: read_layer(tmp_path, tensors, dict(quant_method="gptq", bits=4, group_size=8), 16, 32), *words)
+
+
+def test_compressed_tensors_groups_apply_to_their_targets(tmp_path):
+    codes, zeros, scales = gptq_example(8, group=32, N=16, K=32)
+    tensors = {"x.weight_packed": pack_words(codes, 8), "x.weight_scale": scales, "x.weight_shape": torch.tensor([16, 32])}
+    for targets, good in ((["Linear"], True), (["x"], True), (["re:.*x$"], True), (["y"], False), (["re:y"], False)):
+        settings = ct_settings(dict(num_bits=8, type="int", strategy="channel", symmetric=True), targets=targets)
+        if good:
+            assert torch.equal(read_layer(tmp_path, tensors, settings, 16, 32).dequantize(), (codes - 128) * scales)
+        else:
+            refused(lambda: read_layer(tmp_path, tensors, settings, 16, 32), "no target", "x")
+    refused(lambda: read_layer(tmp_path, tensors | {"x.weight_shape": torch.tensor([16, 31])},
+                               ct_settings(dict(num_bits=8)), 16, 32), "x.weight_shape", "[16, 31]")
+
+
+# ---- files of the real tools
+
+REFUSED = {"bnb-fp4-qwen2": "bitsandbytes", "bnb-int8-qwen2": "bitsandbytes", "bnb-nf4-dq-llama": "bitsandbytes",
+           "ct-nvfp4a16-llama": "nvfp4-pack-quantized", "gptq-w3-g32-sym-llama": "bits 3",
+           "ct-w4a16-g32-sym-qwen3moe": "Qwen3Moe", "fp8block-qwen3moe": "Qwen3Moe", "gguf-q4_0-qwen3moe": "qwen3moe"}
+WRITTEN = sorted(path.parent.name for path in SHARED.glob("*/expected.json")) or ["(../shared/checkpoints is not here)"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_checkpoints_of_real_tools(name):
+    """Weights bit for bit, log-probabilities and greedy ids as an independent script and transformers computed them."""
+    if not SHARED.is_dir():
+        pytest.skip("needs ../shared/checkpoints")
+    folder = SHARED / name
+    path = str(folder / "model.gguf" if (folder / "model.gguf").is_file() else folder)
+    if name in REFUSED:
+        refused(lambda: ns.LLM(model=path), REFUSED[name])
+        return
+    expected, ckpt, narrow = json.loads((folder / "expected.json").read_text()), ns.open_checkpoint(path), 0
+    for tensor, facts in expected["dequantized"].items():
+        weight = ckpt.take_weight(tensor.removesuffix(".weight"), facts.get("shape") or ckpt.shapes[tensor])
+        narrow += isinstance(weight, kernels.QuantizedWeight)
+        data = ns.dense(weight).float().contiguous().numpy()
+        assert hashlib.sha256(data.tobytes()).hexdigest() == facts["sha256_f32_le"], tensor
+    assert narrow == 0 if re.search("gguf-b?f", name) else narrow >= 10  # packed ones stay packed
+    llm = ns.LLM(model=path, dtype="float32", num_kv_blocks=32, max_model_len=64)
+    params = ns.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=-1)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in expected["prompts"]], params, use_tqdm=False)
+    rounded = {"ct-w8a8-int-dyn-llama": "act_quant"}.get(name, "weight_only")
+    results, stored = expected[rounded], load_file(folder / "expected.safetensors")
+    kv_rounded = "kv_quant" in expected
+    for i, output in enumerate(outputs):
+        logits = results["logits_last"][i] if isinstance(results["logits_last"], list) else stored[f"logits.{rounded}.{i}"]
+        want = torch.as_tensor(logits).log_softmax(-1)
+        found = torch.tensor([output.outputs[0].logprobs[0][token].logprob for token in range(len(want))])
+        if kv_rounded:
+            assert torch.corrcoef(torch.stack([found, want]))[0, 1] > 0.95
+        else:
+            assert (found - want).abs().max() < 1e-3 and output.outputs[0].token_ids == results["greedy"][i]
+    for case in expected.get("tokenize_no_special", []):
+        assert llm.tokenizer.encode(case["text"], add_special_tokens=False) == case["ids"]
+        assert llm.tokenizer.decode(case["ids"]) == case["text"]
+
+
+# ---- weights made narrow at load
+
+@pytest.mark.parametrize("options", [dict(quantization="int8"), dict(quantization="int4"), dict(quantization="w8a8"), dict(quantization="fp8"),
+                                     dict(quantization="int4", quantization_group=64, quantization_symmetric=False)], ids=str)
+def test_a_quantized_model_equals_the_model_of_its_dequantized_weights(options, monkeypatch):
+    prompts = [{"prompt_token_ids": [7, 9, 30, 4 * i, 99]} for i in range(4)]
+    params = ns.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+    run = lambda llm: [(o.outputs[0].token_ids, [row[t].logprob for row, t in zip(o.outputs[0].logprobs, o.outputs[0].token_ids)])  # noqa: E731
+                       for o in llm.generate(prompts, params, use_tqdm=False)]
+    found = run(ns.LLM(model="toy", num_kv_blocks=64, **options))
+    made = ns.QUANTS[options["quantization"]].convert
+    expand = lambda row: dataclasses.replace(row, convert=lambda w, c: ns.dense(row.convert(w, c)))  # noqa: E731
+    if options["quantization"] != "w8a8":  # whose inputs are rounded as well
+        monkeypatch.setattr(ns, "QUANTS", {name: expand(row) for name, row in ns.QUANTS.items()})
+        wide = run(ns.LLM(model="toy", num_kv_blocks=64, **options))
+        assert [ids for ids, _ in found] == [ids for ids, _ in wide]
+        torch.testing.assert_close(torch.tensor([p for _, p in found]), torch.tensor([p for _, p in wide]), atol=1e-4, rtol=0)
+    weight = made(torch.randn(8, 64), ns.EngineConfig(**options))
+    assert isinstance(weight, kernels.QuantizedWeight) and weight.int8_inputs == (options["quantization"] == "w8a8")
+
+
+def test_parts_of_different_forms_stay_apart():
+    a, b, c = torch.randn(8, 32), kernels.quantize_int8(torch.randn(8, 32)), kernels.quantize_int8(torch.randn(16, 32))
+    assert [len(p) for p in ns.join_rows([a, a])] == [16] and len(ns.join_rows([a, b])) == 2
+    assert [p.codes.shape[0] for p in ns.join_rows([b, c])] == [24]
+
+
+def test_unknown_quantizations_are_refused_by_name():
+    refused(lambda: ns.LLM(model="toy", quantization="int3"), "quantization", "'int3'", "int4", "w8a8")
+    refused(lambda: ns.LLM(model="toy", quantization_group=48), "quantization_group", "48")
+
+
+def test_stats_report_bytes_by_kind():
+    sizes = {}
+    for quantization in ("none", "int8", "int4"):
+        llm = ns.LLM(model="toy", num_kv_blocks=16, quantization=quantization)
+        llm.generate("hello", ns.SamplingParams(max_tokens=2, temperature=0), use_tqdm=False)
+        stats = sizes[quantization] = llm.core.stats()
+        assert stats["kv_bytes"] == 16 * 16 * 512 and stats["activation_bytes"] > 0
+        assert any(line.startswith("matrices: ") for line in llm.core.report)
+    layer = 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 128)
+    assert sizes["none"]["weight_bytes"] == 4 * (layer + 2 * 272 * 64) and sizes["none"]["scale_bytes"] == 0
+    tables = 272 * 64 + 320 * 64  # the LM head is packed in panels of 64 rows
+    assert sizes["int8"]["weight_bytes"] == layer + tables
+    assert sizes["int4"]["weight_bytes"] == layer // 2 + tables and sizes["int4"]["scale_bytes"] > sizes["int8"]["scale_bytes"] > 0
 
 
 # ==================================================================================================
@@ -1031,23 +1401,29 @@ def random_matrix(rows, columns, seed=0):
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
 
 
-@pytest.mark.parametrize("row", checkpoints.GGUF_TYPES.values(), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", checkpoints.GGUF_TYPES.values(), ids=lambda row: row.name)
 def test_every_type_dequantizes_as_the_gguf_package_does(tmp_path, row):
     gguf = pytest.importorskip("gguf")
-    name, block_weights, block_bytes, dequantize = row
+    name, block_weights, block_bytes = row.name, row.weights, row.size
     kind = gguf.GGMLQuantizationType[name]
     assert gguf.GGML_QUANT_SIZES[kind] == (block_weights, block_bytes) and checkpoints.GGML_TYPE_NAMES[kind.value] == name
-    data = random_matrix(24, 64) * np.logspace(-6, 3, 24, dtype=np.float32)[:, None]
-    data[5] = 0
-    path = gguf_file(tmp_path / "m.gguf", {"token_embd.weight": data}, types={"token_embd.weight": kind})
-    taken = ns.open_checkpoint(str(path)).take("model.embed_tokens.weight", (24, 64))
-    expected = gguf.quants.dequantize(gguf.quants.quantize(data, kind), kind)
-    assert np.array_equal(taken.float().numpy().view(np.int32), expected.astype(np.float32).view(np.int32))
-    assert taken.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(name, torch.float32)
+    if block_weights < 256:  # the package cannot make the larger ones
+        data = random_matrix(24, 64) * np.logspace(-6, 3, 24, dtype=np.float32)[:, None]
+        data[5] = 0
+        path = gguf_file(tmp_path / "m.gguf", {"token_embd.weight": data}, types={"token_embd.weight": kind})
+        taken = ns.open_checkpoint(str(path)).take("model.embed_tokens.weight", (24, 64))
+        expected = gguf.quants.dequantize(gguf.quants.quantize(data, kind), kind)
+        assert np.array_equal(taken.float().numpy().view(np.int32), expected.astype(np.float32).view(np.int32))
+        assert taken.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(name, torch.float32)
     blocks = np.random.default_rng(1).integers(0, 256, (5000, block_bytes), np.uint8)  # every bit pattern, not only sane ones
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(blocks, kind).reshape(5000, -1).astype(np.float32)
-    found = dequantize(torch.from_numpy(blocks)).float().numpy()
+    found = row.decode(torch.from_numpy(blocks))
+    if row.bits:  # the codes keep to their bits, and mean what the package says
+        codes, scales, mins = found
+        assert int(codes.max()) - int(codes.min()) < 1 << row.bits
+        found = kernels.QuantizedWeight(codes, scales, row.weights // scales.shape[1], row.bits, mins).dequantize()
+    found = found.float().numpy()
     assert np.array_equal(found, expected, equal_nan=True)
 
 
@@ -1778,24 +2154,6 @@ def test_bias_that_the_config_does_not_mention_is_refused(tmp_path):
         run_engine(folder)
 
 
-
-
-@pytest.mark.parametrize("name", ["gguf-f16-llama-gpt2bpe", "gguf-bf16-llama-rope3", "gguf-py-q4_0-llama", "gguf-q5_0-qwen3",
-                                  "gguf-q5_1-llama", "gguf-q4_1-qwen3", "gguf-q8_0-convert-llama"])
-def test_gguf_files_of_published_converters(name):
-    """Greedy ids and last logits that transformers computed from the same dequantized weights."""
-    if not SHARED.is_dir():
-        pytest.skip("needs ../shared/checkpoints")
-    expected = json.loads((SHARED / name / "expected.json").read_text())
-    llm = ns.LLM(model=str(SHARED / name / "model.gguf"), dtype="float32", num_kv_blocks=32, max_model_len=64)
-    params = ns.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=8)
-    outputs = llm.generate(expected["prompts"], params, use_tqdm=False)
-    results = expected["weight_only"]
-    for output, greedy, logits in zip(outputs, results["greedy"], results["logits_last"]):
-        assert output.outputs[0].token_ids == greedy
-        logprobs = torch.tensor(logits).log_softmax(-1)
-        for token_id, entry in output.outputs[0].logprobs[0].items():
-            assert abs(entry.logprob - logprobs[token_id].item()) < 2e-3
 
 
 # ---- the default model
