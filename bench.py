@@ -6,6 +6,7 @@
     python bench.py throughput --help                  all options, the engine's included
     python bench.py kernels                            every kernel against the ceilings of this GPU
     python bench.py kernels --static                   compiled for four GPUs: spills, roofline
+    python bench.py quant                              weight and KV formats: quality beside speed
 
 A measurement prints its own command line, the commit, the machine, versions and (throughput) the
 size of the KV cache, then medians; the last line on stdout is one JSON object with every value.
@@ -504,6 +505,7 @@ def add_entrant_options(parser):
 COMMANDS = {  # name: (module, None for this one; words for --help)
     "throughput": (None, "many requests, then one stream"),
     "kernels": ("bench_kernels", "Triton kernels: speed, or what they compile to"),
+    "quant": ("bench_quant", "weight and KV formats: divergence from bf16 beside speed"),
     "entrant": (None, "one engine, one job file: used by throughput"),
 }
 

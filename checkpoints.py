@@ -707,6 +707,20 @@ class GgufCursor:
         with explained(f"{self.name} is not a valid GGUF file: {self.what}", UnicodeDecodeError):
             return str(data, "utf-8")
 
+    def strings(self, count):
+        """Vocabularies are most of a header: string() for each, in one loop."""
+        data, pos, end, found = self.data, self.pos, len(self.data), []
+        length_at = struct.Struct("<Q").unpack_from
+        with explained(f"{self.name} is not a valid GGUF file: {self.what}",
+                       UnicodeDecodeError, struct.error):
+            for _ in range(count):
+                first = pos + 8
+                pos = first + length_at(data, pos)[0]
+                self.check(pos <= end, f"the file ends inside {self.what}")
+                found.append(str(data[first:pos], "utf-8"))
+        self.pos = pos
+        return found
+
     def value(self):
         """One metadata value; arrays become lists."""
         (kind,), count = self.unpack("I"), None
@@ -714,7 +728,7 @@ class GgufCursor:
             kind, count = self.unpack("IQ")
             self.check(count <= len(self.data), f"the file ends inside {self.what}")
         if kind == 8:
-            return self.string() if count is None else [self.string() for _ in range(count)]
+            return self.string() if count is None else self.strings(count)
         self.check(kind in GGUF_SCALARS, f"{self.what} has the unknown value type {kind}")
         values = self.unpack(f"{1 if count is None else count}{GGUF_SCALARS[kind]}")
         return values[0] if count is None else list(values)

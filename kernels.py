@@ -1036,22 +1036,22 @@ def quantize_int8(w):
     scales = (w.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
     return QuantizedWeight(torch.round(w / scales).to(torch.int8), scales, w.shape[1])
 
-def quantize_int4(w, group=32, symmetric=True):
+def quantize_int4(w, group=32, symmetric=False):
     """w (N, K) in 4 bits with a scale per `group` columns, K a multiple of it; halves go to even.
     Symmetric: the number farthest from zero becomes -8, as in GGUF's Q4_0; its scale may be
-    negative. Otherwise the smallest becomes 0 and the largest 15. Scales and minima are numbers
-    that bf16 holds: 16 bits each."""
+    negative. Otherwise the smallest becomes -8 and the largest 7, and what 0 stands for is kept
+    beside the scale. Both are numbers that bf16 holds: 16 bits each."""
     require(w.shape[1] % group == 0,
             f"int4: groups of {group} do not divide the {w.shape[1]} columns of a weight")
     short = lambda x: x.to(torch.bfloat16).float()
     w = w.float().unflatten(1, (-1, group))                                # (N, K / group, group)
     low, high = w.amin(2), w.amax(2)
-    mins = None if symmetric else short(low)
-    scales = short(torch.where(high > -low, high, low) / -8 if symmetric else (high - mins) / 15)
-    scales = torch.where(scales.abs() < 1e-12, 1e-12, scales)
-    codes = torch.round((w if symmetric else w - mins[..., None]) / scales[..., None]).flatten(1)
-    codes = codes.clamp(-8, 7).to(torch.int8) if symmetric else codes.clamp(0, 15).to(torch.uint8)
-    return QuantizedWeight(codes, scales, group, 4, mins)
+    scales = torch.where(high > -low, high, low) / -8 if symmetric else (high - low) / 15
+    scales = short(torch.where(scales.abs() < 1e-12, 1e-12, scales))
+    mins = None if symmetric else short(low + 8 * scales)
+    codes = (w if symmetric else w - mins[..., None]) / scales[..., None]
+    return QuantizedWeight(codes.round().clamp(-8, 7).flatten(1).to(torch.int8), scales, group, 4,
+                           mins)
 
 def quantize_fp8(w):
     """w (N, K) as e4m3 with one scale per row: the largest of a row becomes 448, halves to even."""

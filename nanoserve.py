@@ -191,7 +191,7 @@ class EngineConfig:
                                  choices=("auto", *kernels.KV_DTYPES))
     quantization: str = option("auto", "form of the weights, a row of the table QUANTS")
     quantization_group: int = option(32, "int4: columns that share a scale", choices=(32, 64, 128))
-    quantization_symmetric: bool = option(True, "int4: scales only, no minima")
+    quantization_symmetric: bool = option(False, "int4: zero is a code; no minima beside scales")
     max_num_seqs: int = option(256, "requests running at once", 1)
     max_num_batched_tokens: int = option(2048, "token budget of one step", 1)
     long_prefill_token_threshold: int = option(0, "largest chunk of a request; 0 = the budget", 0)

@@ -850,12 +850,12 @@ def random_weight(form, N, K, group=32, seed=0):
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * 0.1
     w[0] = 0
     if form == "int4":
-        return kernels.quantize_int4(w, group)
+        return kernels.quantize_int4(w, group, symmetric=True)
     if form == "int4 minima":
-        return kernels.quantize_int4(w, group, symmetric=False)
+        return kernels.quantize_int4(w, group)
     if form == "int8 groups":  # as in GGUF's Q8_0 and Q5_1: 8-bit codes, fp32 scales and minima per group
-        whole = kernels.quantize_int4(w, group, symmetric=False)
-        codes = (whole.codes.int() * 17).to(torch.uint8)
+        whole = kernels.quantize_int4(w, group)
+        codes = ((whole.codes.int() + 8) * 17).to(torch.uint8)
         return kernels.QuantizedWeight(codes, whole.scales / 17, group, 8, whole.mins + 0.01)
     if form == "fp8":
         return kernels.quantize_fp8(w)
@@ -931,10 +931,10 @@ def test_rounding_rules():
     q = kernels.quantize_int8(w)
     assert q.codes.tolist() == [[127, 0, 2, -2], [0] * 4, [-127, 0, 2, 2]] and q.scales[[0, 2]].flatten().tolist() == [1, 2]
     x = torch.tensor([[-1, -.33, 0, .26, .74, 1.13, 1.57, 2]])  # the article's group of 8
-    q = kernels.quantize_int4(x, 8, symmetric=False)
+    q = kernels.quantize_int4(x, 8)
     error = (q.dequantize() - x).abs().max()
-    assert q.codes.min() == 0 and q.codes.max() == 15 and error <= q.scales.max() / 2 + 0.01
-    q = kernels.quantize_int4(torch.tensor([[4.0, -8.0, 1.0, 0.5, 8.0, 1, 2, 3] * 4]), 32)
+    assert q.codes.min() == -8 and q.codes.max() == 7 and error <= q.scales.max() / 2 + 0.01
+    q = kernels.quantize_int4(torch.tensor([[4.0, -8.0, 1.0, 0.5, 8.0, 1, 2, 3] * 4]), 32, symmetric=True)
     assert q.scales.item() == 1 and q.codes[0, :4].tolist() == [4, -8, 1, 0]  # -8 is the one that is farthest, first
     q = kernels.quantize_fp8(torch.tensor([[448.0, 1.0, -0.1]]))
     assert q.dequantize()[0, :2].tolist() == [448, 1] and abs(q.dequantize()[0, 2] + 0.1) < 0.004
@@ -1162,7 +1162,7 @@ def test_checkpoints_of_real_tools(name):
 # ---- weights made narrow at load
 
 @pytest.mark.parametrize("options", [dict(quantization="int8"), dict(quantization="int4"), dict(quantization="w8a8"), dict(quantization="fp8"),
-                                     dict(quantization="int4", quantization_group=64, quantization_symmetric=False)], ids=str)
+                                     dict(quantization="int4", quantization_group=64, quantization_symmetric=True)], ids=str)
 def test_a_quantized_model_equals_the_model_of_its_dequantized_weights(options, monkeypatch):
     prompts = [{"prompt_token_ids": [7, 9, 30, 4 * i, 99]} for i in range(4)]
     params = ns.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)

@@ -1,0 +1,168 @@
+"""bench_quant.py: what each weight and KV format costs in quality, and what it gives in speed.
+
+    python bench.py quant                      every format, 2,000 tokens of real text
+    python bench.py quant --quick              the same in small
+    python bench.py quant --format bf16 int8   some of them
+
+Quality: mean Kullback-Leibler divergence of the next-token distributions from those of the bf16
+model, in nats per token, and how often the likeliest token is the same.  Speed: decode tokens per
+second of one stream and of 64, the formats in turns, medians, as ratios to bf16.
+
+CONTENTS
+     1  Quality
+     2  Speed
+     3  quant
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import statistics
+import time
+
+import torch
+
+import nanoserve
+from bench import describe_run, positive, publish, versions_of
+
+FORMATS = {  # name: fields of EngineConfig; the first is what the others are compared with
+    "bf16": dict(dtype="bfloat16", quantization="none"),
+    "fp32": dict(dtype="float32", quantization="none"),
+    "int8": dict(quantization="int8"),
+    "int4": dict(quantization="int4"),
+    "int4 symmetric": dict(quantization="int4", quantization_symmetric=True),
+    "int4 group 64": dict(quantization="int4", quantization_group=64),
+    "w8a8": dict(quantization="w8a8"),
+    "fp8": dict(quantization="fp8"),
+    "as stored": dict(quantization="auto"),
+    "kv bf16": dict(quantization="auto", kv_cache_dtype="bf16"),
+    "kv int8": dict(quantization="auto", kv_cache_dtype="int8"),
+    "kv fp8_e4m3": dict(quantization="auto", kv_cache_dtype="fp8_e4m3"),
+    "kv fp8_e5m2": dict(quantization="auto", kv_cache_dtype="fp8_e5m2"),
+}
+VARIANTS = ("fp32", "int4 symmetric", "int4 group 64")  # left out by --quick
+
+
+# ==================================================================================================
+# 1  Quality
+# ==================================================================================================
+# Problem: a rounded model still writes fluent text; reading it shows nothing.  Idea: both models
+# read the same text, and at each of its tokens their predictions of the next one are compared.
+#
+# Invariant: every format sees the same ids in the same steps.
+
+def real_text(llm, num_tokens):
+    """Ids of English prose that comes with Python: the help texts of the language."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return llm.tokenizer.encode(text[: 10 * num_tokens])[:num_tokens]
+
+def next_token_logprobs(llm, ids):
+    """Log-probabilities of the token after each of ids: fp32 (len(ids), V).
+
+    The engine computes them for a prompt whose own log-probabilities are asked for; here they are
+    read where they pass, because the answer keeps those of the likeliest tokens only."""
+    model, rows = llm.core.runner.model, []
+    logits = model.logits
+
+    def listen(hidden):
+        rows.append(logits(hidden))
+        return rows[-1]
+    model.logits = listen
+    try:
+        params = nanoserve.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+        llm.generate([ids], params, use_tqdm=False)
+    finally:
+        del model.logits
+    return torch.cat(rows)[: len(ids)].log_softmax(1)
+
+def compare(base, other):
+    """(mean KL(base || other) in nats, fraction of equal argmax) of two sets of log-probabilities.
+
+    >>> half = torch.tensor([[0.5, 0.5]]).log()
+    >>> kl, top = compare(half, torch.tensor([[0.25, 0.75]]).log())
+    >>> round(kl, 4), compare(half, half)
+    (0.1438, (0.0, 1.0))
+    """
+    kl = (base.exp() * (base - other)).sum(1).mean().item()
+    return kl, (base.argmax(1) == other.argmax(1)).float().mean().item()
+
+
+# ==================================================================================================
+# 2  Speed
+# ==================================================================================================
+# Invariant: formats take turns, so that a busy machine slows all of them.
+
+def decode_rate(llm, streams, count):
+    """Tokens per second of `streams` requests that decode `count` tokens each, after their first.
+    """
+    draw = random.Random(streams)
+    prompts = [[draw.randrange(100, llm.front.vocab_size - 100) for _ in range(4)]
+               for _ in range(streams)]
+    params = nanoserve.SamplingParams(max_tokens=count + 1, temperature=0, ignore_eos=True,
+                                      detokenize=False)
+    for prompt in prompts:
+        llm._add_all([prompt], [params], [])
+    llm.core.step()  # all prompts, and the first token of each
+    start = time.perf_counter()
+    while llm.core.scheduler.requests:
+        llm.front.process(llm.core.step())
+    return streams * count / (time.perf_counter() - start)
+
+
+# ==================================================================================================
+# 3  quant
+# ==================================================================================================
+
+NUM_BLOCKS = 640
+
+def run_quant(args):
+    quick = args["quick"]
+    num_tokens, many = (128, 8) if quick else (2000, 64)
+    counts = {1: 10, many: 4} if quick else {1: 64, many: 16}  # streams: tokens of each
+    formats = args["format"] or [name for name in FORMATS if not quick or name not in VARIANTS]
+    names = list(dict.fromkeys(["bf16", *formats]))
+    head = describe_run(model=args["model"] or "SmolLM2-135M-Instruct",
+                        versions=versions_of("torch"), tokens=num_tokens, many=many)
+    llms, quality, base = {}, {}, None
+    for name in names:
+        llms[name] = llm = nanoserve.LLM(args["model"], num_kv_blocks=NUM_BLOCKS,
+                                         max_model_len=2048, enable_prefix_caching=False,
+                                         **FORMATS[name])
+        found = next_token_logprobs(llm, real_text(llm, num_tokens))
+        base = found if base is None else base
+        quality[name] = compare(base, found)
+    rates = {(name, streams): [] for streams in counts for name in names}
+    for _ in range(args["repeat"] or (1 if quick else 5)):
+        for name, streams in rates:
+            rates[name, streams].append(decode_rate(llms[name], streams, counts[streams]))
+    rows = []
+    for name in names:
+        stats, (kl, top) = llms[name].core.stats(), quality[name]
+        one, many_rate = (statistics.median(rates[name, streams]) for streams in counts)
+        slots = NUM_BLOCKS * llms[name].core.config.block_size
+        rows.append(dict(
+            format=name, kl=kl, top1=top, one=one, many=many_rate,
+            weight_mib=stats["weight_bytes"] / 2**20, scale_mib=stats["scale_bytes"] / 2**20,
+            kv_bytes_per_token=stats["kv_bytes"] // slots))
+    print_table(rows, many)
+    publish(dict(head, formats=rows), args["json"])
+
+def print_table(rows, many):
+    base = rows[0]
+    print(f"\n{'format':14s} {'KL, nats':>9s} {'top-1':>6s} {'1 stream':>9s} {'ratio':>5s} "
+          f"{many:7d} {'ratio':>5s} {'weights':>8s} {'scales':>7s} {'KV B/token':>10s}")
+    for r in rows:
+        print(f"{r['format']:14s} {r['kl']:9.5f} {r['top1']:6.1%} {r['one']:9.1f} "
+              f"{r['one'] / base['one']:5.2f} {r['many']:7.0f} {r['many'] / base['many']:5.2f} "
+              f"{r['weight_mib']:8.1f} {r['scale_mib']:7.1f} {r['kv_bytes_per_token']:10,d}")
+    print(f"weights and scales in MiB; 1 stream and {many} in decoded tokens per second\n")
+
+def add_quant_options(parser):
+    add = parser.add_argument
+    add("--model", help="as nanoserve.py --model (default: SmolLM2-135M-Instruct)")
+    add("--format", nargs="+", choices=FORMATS, help="only these (and bf16)")
+    add("--repeat", type=positive, help="rounds of the speed runs (default: 5, quick: 1)")
+    add("--quick", action="store_true", help="128 tokens, one short run, as a check")
+    add("--json", metavar="FILE", help="append the JSON object to this file")
