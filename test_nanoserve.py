@@ -54,8 +54,10 @@ sys.path.insert(0, str(HERE))  # also when another script loads this file
 
 import bench  # noqa: E402
 import bench_kernels  # noqa: E402
+import bench_quant  # noqa: E402
 import checkpoints  # noqa: E402
 import kernels  # noqa: E402
+import lessons  # noqa: E402
 import nanoserve as ns  # noqa: E402
 import quantized  # noqa: E402
 
@@ -233,7 +235,7 @@ def test_nanoserve_stays_readable_in_one_sitting():
     assert 0.18 < prose / sum(map(bool, lines)) < 0.42
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench_quant, lessons], ids=lambda m: m.__name__)
 def test_the_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -6293,7 +6295,7 @@ def run_bench(*argv, interpret=False):
                           capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", [bench, bench_kernels, checkpoints], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [bench, bench_kernels, bench_quant, lessons, checkpoints, quantized], ids=lambda m: m.__name__)
 def test_contents_name_every_section_and_the_file_stays_small(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
     contents = module.__doc__[module.__doc__.index("CONTENTS") :]
@@ -6485,3 +6487,55 @@ def test_bench_main_loop_is_the_innermost_with_a_matrix_instruction():
 
 if __name__ == "__main__" and WORKER:
     kernel_worker(*sys.argv[sys.argv.index("--kernel-worker") + 1:][:2])
+
+
+# ==================================================================================================
+# Lessons: the articles, run
+# ==================================================================================================
+
+
+@pytest.mark.parametrize("number", [*dict.fromkeys(number[0] for number in lessons.EXAMPLES)])
+def test_every_number_of_a_lesson_is_the_article_s(number, capsys):
+    lessons.run_lesson({"number": number})
+    assert "every number as in the articles" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number,where,name,broken", [
+    ("3.2", ns, "slot_of", lambda block_id, pos, BS: block_id * BS - pos % BS),
+    ("3.1", ns, "cdiv", lambda a, b: a // b),
+    ("6.1", kernels, "quantize_int4", lambda w, group=32: kernels.quantize_int8(w)),
+    ("6.3", ns, "kv_bytes_per_token", lambda *a: 4096),
+    ("6.7", lessons, "gptq", lambda w, hessian, quantize: quantize(w))])
+def test_a_broken_engine_fails_its_lesson(number, where, name, broken, monkeypatch):
+    monkeypatch.setattr(where, name, broken)
+    with pytest.raises((lessons.WrongNumber, ValueError, AssertionError)):
+        lessons.run_lesson({"number": number})
+
+
+@pytest.mark.parametrize("command,words", [
+    ("capacity --config Qwen3-0.6B --lengths 17 32", ["112 KiB per token", "5.35938"]),
+    ("slots --table 7,3,11 --block 4 --pos 9", ["slot 11 * 4 + 1 = 45"]),
+    ("simulate --budget 6 --chunk 4 A:0:4:2 B:0:8:3 C:1:3:2", ["A ends", "C ends", "19"])])
+def test_tools_show_the_articles_figures(command, words, capsys):
+    assert bench.main(command.split()) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in words), out
+
+
+@pytest.mark.parametrize("command", ["capacity --config nope", "capacity --config Qwen3-0.6B --tp 3", "slots --table 7 --block 4 --pos 9",
+                                     "simulate A:0:4", "simulate A:0:4:x", "lesson 9", "lesson 4.99"])
+def test_tools_refuse_bad_input_in_one_sentence(command, capsys):
+    assert bench.main(command.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+# ---- bench.py quant
+
+def test_bench_quant_compares_distributions_and_speeds(capsys):
+    assert bench.main(["quant", "--quick", "--model", "toy", "--format", "int8", "int4"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    rows = {row["format"]: row for row in json.loads(lines[-1])["formats"]}
+    assert [*rows] == ["bf16", "int8", "int4"] and rows["bf16"]["kl"] == 0 and rows["bf16"]["top1"] == 1
+    assert 0 < rows["int8"]["kl"] < rows["int4"]["kl"] < 3 and all(row["one"] > 0 and row["many"] > 0 for row in rows.values())
+    assert rows["int4"]["weight_mib"] < rows["int8"]["weight_mib"] < rows["bf16"]["weight_mib"]
