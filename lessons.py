@@ -336,7 +336,8 @@ class Simulation:
         names, lines = list(self.requests), []
         for i, done in enumerate(self.rounds):
             cell = lambda name: "x" if name in done.preempted else done.sched.get(name, "-")
-            words = [name + (" ends" if self.last_round(name) == i else "") for name in done.sampled]
+            words = [name + (" ends" if self.last_round(name) == i else "")
+                     for name in done.sampled]
             lines.append((i, *map(cell, names), sum(done.sched.values()), ", ".join(words)))
         header = ["round", *names, "sum", "sampled"]
         lines.append(("computed", *(self.progress(name)[0] for name in names), self.total(), ""))
