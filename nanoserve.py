@@ -19,6 +19,7 @@ CONTENTS (find section N in any editor with the pattern "# N  ")
      9  Requests and messages
     10  Scheduler
     11  Sampler
+    12  Speculation
     13  Model runner
     14  Engine
     16  Command line
@@ -200,6 +201,12 @@ class EngineConfig:
     reserve_full_sequence: bool = option(True, "admit only if free blocks could hold all its input")
     scheduling_policy: str = option("fcfs", "who is served, who is preempted (table POLICIES)")
     attention_backend: str = option("auto", "a row of the table ATTENTION (see the list command)")
+    speculative: str = option("none", "what drafts tokens to verify at once (table DRAFTERS)")
+    speculative_model: str | None = option(None, "the model of speculative=draft; implies it")
+    num_speculative_tokens: int = option(4, "most drafts of a request in a step", 1, 128)
+    prompt_lookup_min: int = option(2, "fewest tokens that ngram must find again", 1)
+    prompt_lookup_max: int = option(4, "most tokens that ngram looks for", 1)
+    adapt_draft_length: bool = option(True, "draft less where drafts are rejected")
     enforce_eager: bool = option(False, "on a GPU: do not record decode steps as CUDA graphs")
     paranoid: bool = option(False, "check every invariant of section 17 after every step (slow)")
     trace: str | None = option(None, "write one record per step to this file")
@@ -213,6 +220,13 @@ class EngineConfig:
                 f"{self.max_num_batched_tokens}: a running request takes a token a step")
         require(self.num_kv_blocks is None or self.kv_cache_memory is None,
                 "give num_kv_blocks or kv_cache_memory, not both")
+        require(self.prompt_lookup_min <= self.prompt_lookup_max,
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
+                f"({self.prompt_lookup_max})")
+        if self.speculative_model is not None and self.speculative == "none":
+            self.speculative = "draft"
+        require((self.speculative == "draft") == (self.speculative_model is not None),
+                "speculative=draft and speculative_model go together")
 
 GREEDY_EPSILON = 1e-5  # a temperature below this means greedy, as in vLLM
 
@@ -1257,6 +1271,7 @@ class ModelRunnerOutput:
     logprobs: dict[str, list[dict[int, Logprob]]] = field(default_factory=dict)
     prompt_logprobs: dict[str, dict[int, dict[int, Logprob]]] = field(default_factory=dict)
     not_finite: list[str] = field(default_factory=list)  # whose hidden state has NaN or infinity
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)  # to verify next
 
 @dataclass
 class EngineCoreOutput:
@@ -1356,6 +1371,30 @@ POLICIES = {
                        priority_enqueue, priority_victim),
 }
 
+@dataclass
+class SpeculationStats:
+    """How drafts fared, by their place in the round; a round with drafts gives a token more than
+    were accepted, and that token is a bonus if no draft was rejected."""
+    rounds: int = 0
+    drafted: Counter = field(default_factory=Counter)  # place -> drafts
+    accepted: Counter = field(default_factory=Counter)
+    bonus: int = 0
+
+    def record(self, num_drafts, num_accepted):
+        self.rounds += 1
+        self.drafted.update(range(num_drafts))
+        self.accepted.update(range(num_accepted))
+        self.bonus += num_accepted == num_drafts
+
+    def summary(self):
+        """Flat figures for stats(); nothing before the first round."""
+        drafted, accepted = self.drafted.total(), self.accepted.total()
+        return self.rounds and dict(
+            spec_rounds=self.rounds, spec_drafted=drafted, spec_accepted=accepted,
+            spec_bonus=self.bonus, spec_mean_acceptance_length=1 + accepted / self.rounds,
+            spec_drafted_per_position=[n for _, n in sorted(self.drafted.items())],
+            spec_accepted_per_position=[self.accepted[i] for i in sorted(self.drafted)]) or {}
+
 class Scheduler:
     """Decides every step's work. Knows ids, counts and blocks; no tensor, clock or text.
 
@@ -1371,6 +1410,7 @@ class Scheduler:
         self.running = []  # in order of admission
         self.finished_req_ids = []  # since the last plan
         self.num_preemptions, self.num_finished = 0, Counter()  # the latter by finish_reason
+        self.speculation = SpeculationStats()
 
     def add_request(self, request):
         """Queue a request. ValueError, with the arithmetic, if it could never run to its end."""
@@ -1431,7 +1471,7 @@ class Scheduler:
             if count <= 0 or self._surely_ends_in_flight(request):
                 i += 1
                 continue
-            blocks, budget, i = self._allocate_or_preempt(request, count, plan, budget, i)
+            blocks, count, budget, i = self._allocate_or_preempt(request, count, plan, budget, i)
             if blocks is None:
                 break  # the request preempted itself: those behind it would fare no better
             plan.num_scheduled_tokens[request.request_id] = count
@@ -1454,13 +1494,20 @@ class Scheduler:
         return placeholders > 0 and least_outputs >= request.params.max_tokens
 
     def _allocate_or_preempt(self, request, count, plan, budget, i):
-        """Find room, at the cost of victims if need be. Returns (blocks or None, budget, index)."""
+        """Find room, at the cost of victims if need be. Drafts are no reason to preempt: where they
+        do not fit, they are dropped. Returns (blocks or None, count, budget, index)."""
+        known = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        lookahead = self.num_spec_tokens
+        longest = min(request.num_prompt_tokens + request.params.max_tokens,
+                      self.config.max_model_len)
         while True:
             blocks = self.kv.allocate_slots(
-                request, count, num_lookahead=self.num_spec_tokens,
-                max_len=self.config.max_model_len)
+                request, count, num_lookahead=lookahead, max_len=max(longest, 1))
             if blocks is not None:
-                return blocks, budget, i
+                return blocks, count, budget, i
+            if lookahead or count > known > 0:
+                lookahead, count = 0, min(count, known)
+                continue
             victim = self.policy.victim(self.running)
             refund = plan.num_scheduled_tokens.pop(victim.request_id, 0)
             if refund:  # it was already in the plan, hence before index i
@@ -1471,7 +1518,7 @@ class Scheduler:
                 self.kv.withdraw(victim.request_id)
             self._preempt(victim, plan)
             if victim is request:
-                return None, budget, i
+                return None, count, budget, i
 
     def _preempt(self, request, plan):
         """Take all blocks away; tokens, block names and its place in line remain."""
@@ -1549,6 +1596,8 @@ class Scheduler:
             sampled = output.sampled_token_ids.get(request_id, [])
             if sampled:
                 news.append(self._append_sampled(request, sampled, plan, output))
+        for request_id, token_ids in output.draft_token_ids.items():
+            self.set_drafts(request_id, token_ids)
         return news
 
     def _append_sampled(self, request, sampled, plan, output):
@@ -1556,6 +1605,7 @@ class Scheduler:
         drafts = plan.scheduled_spec_decode_tokens.get(request.request_id)
         if drafts:
             num_rejected = len(drafts) - (len(sampled) - 1)
+            self.speculation.record(len(drafts), len(sampled) - 1)
             request.num_computed_tokens -= num_rejected  # their slots will be overwritten
             request.num_output_placeholders -= num_rejected if self.async_scheduling else 0
         first, kept = request.num_output_tokens == 0, []
@@ -1627,17 +1677,18 @@ class Scheduler:
 # Invariant: a token with probability 0 is never drawn, and rules and filters always leave one.
 # Try: python nanoserve.py --model toy --seed 1 --prompt hi, twice; then with --block-size 4.
 
-def uniform(seeds, positions):
+def uniform(seeds, positions, stream=0):
     """One number in [0, 1) per row, a fixed function of (seed, position): float64 (R,).
     The finaliser of splitmix64 (Steele, Lea, Flood 2014) is applied to the seed and then to its sum
-    with the position; neighbouring inputs give unrelated outputs."""
+    with the position; neighbouring inputs give unrelated outputs. Streams are independent."""
     def mix(x):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return x ^ (x >> np.uint64(31))
     step = np.uint64(0x9E3779B97F4A7C15)
     x = mix(np.asarray(seeds, np.int64).astype(np.uint64) * step + np.uint64(1))
-    x = mix(x + np.asarray(positions, np.int64).astype(np.uint64) * step)
+    positions = np.asarray(positions, np.int64) + (stream << 40)
+    x = mix(x + positions.astype(np.uint64) * step)
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 class LogitsRules:
@@ -1651,6 +1702,7 @@ class LogitsRules:
         if p.allowed_token_ids is not None:
             self.forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
             self.forbidden[p.allowed_token_ids] = False
+        self.num_observed = len(request.token_ids) - request.num_prompt_tokens
         penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
         self.penalised = penalties != (1, 0, 0)
         if self.penalised:
@@ -1667,6 +1719,7 @@ class LogitsRules:
 
     def observe(self, token_id):
         """A token was generated."""
+        self.num_observed += 1
         if self.penalised:
             self.counts[token_id] += 1
 
@@ -1679,7 +1732,8 @@ class LogitsRules:
             logits[token_ids] = before
 
     def apply(self, logits, outputs):
-        """Change one row of fp32 logits (V,) in place. outputs: token ids generated so far."""
+        """Change one row of fp32 logits (V,) in place. outputs: token ids generated so far, and
+        drafts behind those that were observed."""
         p = self.params
         if self.forbidden is not None:
             logits.masked_fill_(self.forbidden, -math.inf)
@@ -1691,9 +1745,14 @@ class LogitsRules:
         for token_id, bias in (p.logit_bias or {}).items():
             logits[token_id] += max(-100.0, min(100.0, bias))
         if self.penalised:
-            seen, r = self.in_prompt | (self.counts > 0), p.repetition_penalty
+            counts, drafts = self.counts, outputs[self.num_observed :]
+            if drafts:
+                counts = counts.clone()
+                for token_id in drafts:
+                    counts[token_id] += 1
+            seen, r = self.in_prompt | (counts > 0), p.repetition_penalty
             logits.copy_(torch.where(seen, torch.where(logits > 0, logits / r, logits * r), logits))
-            logits -= p.frequency_penalty * self.counts + p.presence_penalty * (self.counts > 0)
+            logits -= p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
 
 @dataclass
 class SamplingMetadata:
@@ -1706,6 +1765,16 @@ class SamplingMetadata:
     positions: np.ndarray  # int64 (R,): how many outputs came before
     rules: list  # (row, LogitsRules, output ids) of the rows that have any
     logprobs: list  # (row, how many best) of the rows that want them
+    drafts: Drafts | None = None  # of rows whose token may be a draft drawn from a law of its own
+    stream: int = 0  # of the noise
+    probs: torch.Tensor | None = None  # fp32 (rows above temperature 0, V), filled in by sample()
+
+@dataclass
+class Drafts:
+    """Rows of logits that face a draft, the drafts, and the laws they were drawn from."""
+    rows: np.ndarray  # int64 (M,)
+    token_ids: torch.Tensor  # int64 (M,)
+    laws: torch.Tensor  # fp32 (M, V)
 
 def sample(logits, meta):
     """logits (R, V) -> (token ids int64 (R,), {row: {token_id: Logprob}})."""
@@ -1719,8 +1788,13 @@ def sample(logits, meta):
     token_ids = kernels.argmax(work)
     if len(drawn):
         rows = torch.from_numpy(drawn).to(logits.device)
-        probs = sampling_distribution(work[rows], meta, drawn)
-        noise = torch.from_numpy(uniform(meta.seeds[drawn], meta.positions[drawn]))
+        probs = meta.probs = sampling_distribution(work[rows], meta, drawn)
+        if meta.drafts is not None:
+            at, own = np.searchsorted(drawn, meta.drafts.rows), meta.drafts.rows
+            luck = torch.from_numpy(uniform(meta.seeds[own], meta.positions[own], ACCEPTANCE))
+            probs[at] = verified_law(probs[at], meta.drafts.laws, meta.drafts.token_ids,
+                                     luck.to(logits.device))
+        noise = torch.from_numpy(uniform(meta.seeds[drawn], meta.positions[drawn], meta.stream))
         token_ids[rows] = draw(probs, noise.to(logits.device))
     return token_ids, {row: gather_logprobs(raw[row], int(token_ids[row]), count)
                        for row, count in meta.logprobs}
@@ -1766,6 +1840,19 @@ def draw(probs, noise):
     target = torch.minimum((noise * total).to(cdf.dtype), below)[:, None]
     return torch.searchsorted(cdf, target, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
 
+ACCEPTANCE, DRAFTING = 1, 2  # streams of noise; 0 draws the tokens
+
+def verified_law(p, q, drafts, luck):
+    """The law of each row's token, its draft judged: p, q (M, V), drafts, luck (M,) -> (M, V).
+    A draft drawn from q is accepted with probability min(1, p/q), and then it is the token. Else
+    the token comes from what p has more than q, normalised by draw(). Over all drafts that is p:
+    q(x) min(1, p(x)/q(x)) + max(p(x) - q(x), 0) = p(x). Leviathan et al. 2023, arXiv 2211.17192."""
+    at = drafts[:, None]
+    accepted = luck[:, None] * q.gather(1, at) < p.gather(1, at)
+    rest = (p - q).clamp_(min=0)
+    rest = torch.where(rest.sum(1, keepdim=True) > 0, rest, p)  # p = q but for rounding
+    return torch.where(accepted, torch.zeros_like(p).scatter_(1, at, 1), rest)
+
 def gather_logprobs(logits, token_id, count):
     """Raw log-probabilities of one row (V,): the token itself and the `count` best (-1 = all)."""
     logprobs = logits.log_softmax(-1)
@@ -1775,6 +1862,153 @@ def gather_logprobs(logits, token_id, count):
     for rank, (token, value) in enumerate(zip(index.tolist(), best.tolist()), 1):
         entries.setdefault(token, Logprob(value, rank))
     return entries
+
+
+# ==================================================================================================
+# 12  Speculation
+# ==================================================================================================
+# Problem: a decode step reads the whole model for one token, and reading costs more than computing.
+# Idea (Leviathan et al. 2023, Chen et al. 2023): guess K tokens cheaply, compute all of them in one
+# step, and keep those that the model itself would have drawn.
+#
+#     tokens .. t    drafts d1 d2 d3     one step computes t d1 d2 d3; each row gives a token
+#     rows           t: d1   d1: d2   d2: x   d3: -      kept: d1, d2 (accepted) and x; d3 is void
+#     all accepted   t: d1   d1: d2   d2: d3  d3: y      kept: d1, d2, d3 and y (the bonus)
+#
+# One rule: row after row gives a token, and the next row counts while the token is the draft.  What
+# differs is the law of a row's token.  A draft that follows from the tokens before it (n-gram, or a
+# draft model's argmax) changes nothing: the row draws with its position's own noise.  A draft that
+# was itself drawn, from q, is judged by verified_law().  Requests above temperature 0 have such
+# drafts if a model drafts; everybody else has the first kind.
+#
+# Invariant: with drafts of the first kind, the very tokens of the run without speculation; with the
+#   second, tokens of the same law, repeatable by their seed whatever the batch.
+# Invariant: how many tokens are drafted for a request depends on its own past alone, as long as
+#   budget and blocks suffice.
+# Invariant: p and q pass through the same rules and filters, and no draft is ever published.
+# Why: no noise is used twice: of a rejected round nothing behind the rejection was looked at.
+# Try: python nanoserve.py --speculative ngram --stats, and ask for a text to be repeated.
+
+def propose_ngram(token_ids, count, config):
+    """Prompt lookup (Saxena 2023): what followed the last time when the text ended like now.
+    The longest of prompt_lookup_max to prompt_lookup_min tokens counts, then the latest place; a
+    text that repeats with a period goes on with it. Linear in the length.
+
+    >>> config = EngineConfig(prompt_lookup_min=1)
+    >>> propose_ngram(np.array([5, 1, 2, 3, 9, 2, 3, 7, 1, 2, 3]), 3, config)  # not 7: 2 3 is short
+    [9, 2, 3]
+    >>> propose_ngram(np.array([4, 8, 6, 8, 6]), 5, config)
+    [8, 6, 8, 6, 8]
+    """
+    last = len(token_ids) - 1
+    ends, found = np.flatnonzero(token_ids[:last] == token_ids[last]), None
+    for length in range(1, config.prompt_lookup_max + 1):
+        if not len(ends):
+            break
+        if length >= config.prompt_lookup_min:
+            found = ends[-1]
+        ends = ends[ends >= length]
+        ends = ends[token_ids[ends - length] == token_ids[last - length]]
+    if found is None:
+        return []
+    period = last - found
+    return [int(token_ids[found + 1 + i % period]) for i in range(count)]
+
+@dataclass(frozen=True)
+class Drafter(Row):
+    """propose(token_ids, count, config): at most `count` ids that may follow the ids so far; the
+    same ids must give the same drafts. None: no drafts, or a DraftModel makes them."""
+    propose: Callable | None = None
+
+DRAFTERS = {
+    "none": Drafter("one token per request and step"),
+    "ngram": Drafter("what followed the same tokens before (prompt lookup)", propose_ngram),
+    "draft": Drafter("a smaller model with the same vocabulary (--speculative-model)"),
+}
+
+class DraftLength:
+    """How many tokens are worth drafting, for each row of the runner.
+
+    A rejected draft costs a computed position, so the length follows success: twice the length
+    after a round without rejection, what was accepted after another, and after a round in vain a
+    rest of 2, 4, .. 64 steps. Text that cannot be predicted is left alone after a few tries, and
+    tried again now and then: it may begin to repeat."""
+    def __init__(self, config, max_num_seqs):
+        self.most, self.adapts = config.num_speculative_tokens, config.adapt_draft_length
+        self.length, self.failures, self.rest = np.zeros((3, max_num_seqs), np.int64)
+
+    def reset(self, row):
+        self.length[row] = min(2, self.most) if self.adapts else self.most
+        self.failures[row] = self.rest[row] = 0
+
+    def learn(self, row, num_drafts, num_accepted):
+        """The result of a round."""
+        if not self.adapts:
+            return
+        if num_accepted == 0:
+            self.failures[row] = min(self.failures[row] + 1, 6)
+            self.length[row], self.rest[row] = 1, 2 ** self.failures[row]
+        else:
+            whole = num_accepted == num_drafts
+            self.length[row] = min(2 * num_drafts if whole else num_accepted, self.most)
+            self.failures[row] = 0 if num_accepted > 1 else self.failures[row]
+
+    def wanted(self, rows):
+        """Drafts for these rows, each of which just got a token."""
+        resting = self.rest[rows] > 0
+        self.rest[rows] -= resting
+        return np.where(resting, 0, self.length[rows])
+
+class DraftModel:
+    """A smaller model that runs ahead of the target. Its K and V lie in arrays of its own under the
+    target's block ids, so blocks that are shared, found again or freed are so for both."""
+    def __init__(self, model, kv, max_len, max_num_seqs):
+        self.model, self.kv, self.max_len = model, kv, max_len
+        self.num_computed = np.zeros(max_num_seqs, np.int64)
+        self.laws = {}  # row -> [q (V,) of each draft], of rows above temperature 0
+
+    def hidden(self, runner, rows, ends):
+        """Compute what is missing before `ends`; the hidden states of the last positions (R, E)."""
+        counts = ends - self.num_computed[rows]
+        token_ids, ctx = runner.pack(rows, self.num_computed[rows], counts)
+        hidden = self.model.forward(token_ids, replace(ctx, kv=self.kv))
+        self.num_computed[rows] = ends
+        return hidden[torch.from_numpy(counts.cumsum() - 1).to(hidden.device)]
+
+    def propose(self, runner, requests, known, wanted):
+        """Write up to wanted (R,) drafts behind the `known` tokens of each request; how many.
+        A block that is full is computed at once, because others may find it; the rest waits until
+        it is drafted from."""
+        rows, BS = np.array([r.row for r in requests]), runner.block_size
+        room = np.minimum(runner.num_blocks[rows] * BS, self.max_len)  # positions with a slot
+        wanted = np.clip(room - known + 1, 0, wanted)
+        ends = np.minimum(known, room)
+        self.num_computed[rows] = np.minimum(self.num_computed[rows], np.minimum(ends, known - 1))
+        due = (wanted > 0) | (ends // BS > self.num_computed[rows] // BS)
+        for row in rows:
+            self.laws.pop(row, None)
+        if not due.any():
+            return wanted
+        hidden = self.hidden(runner, rows[due], ends[due])
+        active = np.flatnonzero(due)
+        for j in range(wanted.max()):
+            go_on = wanted[active] > j
+            active, hidden = active[go_on], hidden[torch.from_numpy(go_on).to(hidden.device)]
+            if j:
+                hidden = self.hidden(runner, rows[active], known[active] + j)
+            self._draw(runner, [requests[i] for i in active], hidden, known[active] + j)
+        return wanted
+
+    def _draw(self, runner, requests, hidden, positions):
+        """One draft for each request, to stand at its position."""
+        meta = runner.sampling_metadata(requests, positions, logprobs=False)
+        meta.stream, V = DRAFTING, runner.model.config.vocab_size
+        logits = self.model.logits(hidden)[:, :V].float()  # padding of the vocabularies may differ
+        token_ids, _ = sample(F.pad(logits, (0, V - logits.shape[1]), value=-math.inf), meta)
+        runner.token_ids[[r.row for r in requests], positions] = token_ids.cpu()
+        drawn = [r.row for r in requests if r.params.temperature >= GREEDY_EPSILON]
+        for row, q in zip(drawn, meta.probs if drawn else ()):
+            self.laws.setdefault(row, []).append(q)
 
 
 # ==================================================================================================
@@ -1862,24 +2096,31 @@ class DecodeGraphs:
             hidden = self.model.forward(token_ids, ctx)
         return graph.replay, hidden
 
+def kv_arrays(model, num_blocks, block_size, kv_dtype):
+    """The KV cache of a model: a LayerKV of zeros for each layer."""
+    c, device = model.config, model.device
+    shape = (2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
+    arrays = [kernels.LayerKV(kernels.zeros(shape, kv_dtype, device),
+                              k_scale=attention.kv_scales[0], v_scale=attention.kv_scales[1])
+              for _, attention, *_ in model.layers]
+    for kv in arrays if kv_dtype == torch.int8 else ():
+        kv.scales = kernels.zeros(shape[:4], torch.float32, device)
+    return arrays
+
 class ModelRunner:
     """Owns the KV cache tensors and one row of arrays per running request."""
-    def __init__(self, model, num_blocks, block_size, max_num_seqs, max_model_len, kv_dtype,
-                 eager=False):
-        self.model, self.block_size, self.device = model, block_size, model.device
-        c, R = model.config, max_num_seqs
-        shape = (2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
-        self.kv = [kernels.LayerKV(kernels.zeros(shape, kv_dtype, self.device),
-                                   k_scale=attention.kv_scales[0], v_scale=attention.kv_scales[1])
-                   for _, attention, *_ in model.layers]
-        for kv in self.kv if kv_dtype == torch.int8 else ():
-            kv.scales = kernels.zeros(shape[:4], torch.float32, self.device)
+    def __init__(self, model, num_blocks, config, max_model_len, kv_dtype, draft_model=None):
+        self.model, self.device, self.config = model, model.device, config
+        self.block_size, R = config.block_size, config.max_num_seqs
+        self.kv = kv_arrays(model, num_blocks, self.block_size, kv_dtype)
+        self.drafter, self.draft_model = DRAFTERS[config.speculative], draft_model
+        self.draft_length, self.max_model_len = DraftLength(config, R), max_model_len
         self.decode_graphs, self.activation_bytes = None, 0  # the most of any step
-        if self.device.type == "cuda" and not eager:
-            self.decode_graphs = DecodeGraphs(model, self.kv, R, max_model_len, block_size)
+        if self.device.type == "cuda" and not config.enforce_eager:
+            self.decode_graphs = DecodeGraphs(model, self.kv, R, max_model_len, self.block_size)
         self.requests, self.free_rows = {}, list(range(R))[::-1]
         self.token_ids = np.zeros((R, max_model_len + 1), np.int64)
-        self.block_table = np.zeros((R, cdiv(max_model_len, block_size)), np.int32)
+        self.block_table = np.zeros((R, cdiv(max_model_len, self.block_size)), np.int32)
         self.num_tokens, self.num_blocks, self.prompt_len = np.zeros((3, R), np.int64)
         self.top_k, self.seed = np.zeros((2, R), np.int64)
         self.temperature, self.top_p, self.min_p = np.zeros((3, R), np.float32)
@@ -1904,6 +2145,9 @@ class ModelRunner:
         self.temperature[row], self.top_p[row], self.min_p[row] = p.temperature, p.top_p, p.min_p
         self.top_k[row], self.seed[row], self.num_blocks[row] = p.top_k, p.seed, 0
         self._append_blocks(row, new.block_ids)
+        self.draft_length.reset(row)
+        if self.draft_model:  # what the cache has, the draft model computed too
+            self.draft_model.num_computed[row] = new.num_computed_tokens
 
     def _append_blocks(self, row, block_ids):
         start = self.num_blocks[row]
@@ -1912,9 +2156,9 @@ class ModelRunner:
 
     def execute(self, plan, clock):
         """Run the plan: K and V of its tokens are in the cache afterwards, and whoever reached the
-        end of its known tokens has a new one."""
+        end of its known tokens has a new one, or with drafts several."""
         self.update_rows(plan)
-        output = ModelRunnerOutput()
+        output, drafts = ModelRunnerOutput(), plan.scheduled_spec_decode_tokens
         requests = [self.requests[request_id] for request_id in plan.num_scheduled_tokens]
         if not requests:
             return output
@@ -1923,6 +2167,11 @@ class ModelRunner:
         # In the plan, running requests come before admitted ones, as in these two lists.
         starts = np.array([data.num_computed_tokens for data in
                            (*plan.scheduled_cached_reqs, *plan.scheduled_new_reqs)])
+        num_drafts = np.array([len(drafts.get(r.request_id, ())) for r in requests])
+        for row, num, r in zip(rows, num_drafts, requests):
+            if num:
+                first = self.num_tokens[row]
+                self.token_ids[row, first : first + num] = drafts[r.request_id]
         token_ids, ctx = self.pack(rows, starts, counts)
         done = np.flatnonzero(starts + counts >= self.num_tokens[rows])  # the others are mid-input
         clock.lap("pack")
@@ -1935,15 +2184,21 @@ class ModelRunner:
                     chunk = hidden[ends[i] - counts[i] : ends[i]]
                     entries = self._prompt_logprobs(request, chunk, int(starts[i]))
                     output.prompt_logprobs[request.request_id] = entries
-            last = hidden[torch.from_numpy(ends[done] - 1).to(self.device)]  # (R, E)
-            finite = last.isfinite().all(dim=1).tolist()
-            output.not_finite = [requests[i].request_id for i, ok in zip(done, finite) if not ok]
+            # A request has a row of logits behind its last known token and one behind each draft.
+            row_counts = num_drafts[done] + 1
+            of = np.repeat(done, row_counts)  # (R,) request of each row of logits
+            place = np.arange(len(of)) - np.repeat(row_counts.cumsum() - row_counts, row_counts)
+            last = hidden[torch.from_numpy(ends[of] - 1 - num_drafts[of] + place).to(self.device)]
             logits = self.model.logits(last)  # (R, V)
             self.activation_bytes = max(
-                self.activation_bytes, self.model.activation_bytes(len(token_ids), len(done)))
+                self.activation_bytes, self.model.activation_bytes(len(token_ids), len(of)))
+            finite = last.isfinite().all(dim=1).tolist()
             clock.lap("forward")
-            self._sample(logits, [requests[i] for i in done], rows[done], output)
+            self._sample(logits, [requests[i] for i in done], row_counts, finite, output)
             clock.lap("sample")
+            if self.config.speculative != "none":
+                self._propose(requests, starts + counts, done, output)
+                clock.lap("draft")
         return output
 
     def pack(self, rows, starts, counts):
@@ -1964,29 +2219,80 @@ class ModelRunner:
         token_ids = tensor(self.token_ids[rows[seq], positions])
         return token_ids, ForwardContext(tensor(positions), meta, self.kv)
 
-    def _sample(self, logits, requests, rows, output):
-        """One token for each of `requests`; their rows and logits are in the same order."""
-        if not requests:
-            return
-        rules, wanted = [], []
+    def sampling_metadata(self, requests, positions, logprobs=True):
+        """For rows of logits: whose they are, and where in the sequence their token will stand."""
+        rows, rules = np.array([r.row for r in requests]), []
         for i, r in enumerate(requests):
             if r.rules is not None:
-                outputs = self.token_ids[r.row, self.prompt_len[r.row] : self.num_tokens[r.row]]
+                outputs = self.token_ids[r.row, self.prompt_len[r.row] : positions[i]]
                 rules.append((i, r.rules, outputs.tolist()))
-            if r.params.logprobs is not None:
-                wanted.append((i, r.params.logprobs))
-        positions = self.num_tokens[rows] - self.prompt_len[rows]
-        token_ids, logprobs = sample(logits, SamplingMetadata(
+        wanted = [(i, r.params.logprobs) for i, r in enumerate(requests)
+                  if logprobs and r.params.logprobs is not None]
+        return SamplingMetadata(
             self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows],
-            self.seed[rows], positions, rules, wanted))
-        for i, (request, token_id) in enumerate(zip(requests, token_ids.tolist())):
-            self.token_ids[request.row, self.num_tokens[request.row]] = token_id
-            self.num_tokens[request.row] += 1
-            if request.rules is not None:
+            self.seed[rows], positions - self.prompt_len[rows], rules, wanted)
+
+    def _drafts_to_judge(self, requests, firsts, row_counts):
+        """The rows that face a draft drawn from a law, as Drafts; None if there are none."""
+        rows, token_ids, laws = [], [], []
+        for r, first, count in zip(requests, firsts, row_counts):
+            known = self.num_tokens[r.row]
+            laws += self.draft_model.laws.get(r.row, [])[: count - 1] if count > 1 else []
+            rows += range(first, first + len(laws) - len(rows))
+            token_ids += self.token_ids[r.row, known : known + len(rows) - len(token_ids)].tolist()
+        if rows:
+            return Drafts(np.array(rows), torch.tensor(token_ids, device=self.device),
+                          torch.stack(laws))
+
+    def _sample(self, logits, requests, row_counts, finite, output):
+        """Tokens for `requests`; each has row_counts rows of logits: a token comes from the first,
+        and from a later one if all before it gave the drafts."""
+        if not requests:
+            return
+        firsts = row_counts.cumsum() - row_counts
+        known = self.num_tokens[[r.row for r in requests]]
+        place = np.arange(row_counts.sum()) - np.repeat(firsts, row_counts)
+        meta = self.sampling_metadata(
+            [r for r, count in zip(requests, row_counts) for _ in range(count)],
+            np.repeat(known, row_counts) + place)
+        if self.draft_model:
+            meta.drafts = self._drafts_to_judge(requests, firsts, row_counts)
+        token_ids, logprobs = sample(logits, meta)
+        token_ids = token_ids.tolist()
+        for request, start, first, count in zip(requests, known, firsts, row_counts):
+            drafts = self.token_ids[request.row, start : start + count - 1].tolist()
+            drawn = token_ids[first : first + count]
+            right = map(operator.eq, drawn, drafts)
+            tokens = drawn[: 1 + sum(itertools.takewhile(bool, right))]
+            if count > 1:
+                self.draft_length.learn(request.row, count - 1, len(tokens) - 1)
+            self.token_ids[request.row, start : start + len(tokens)] = tokens
+            self.num_tokens[request.row] += len(tokens)
+            for token_id in tokens if request.rules is not None else ():
                 request.rules.observe(token_id)
-            output.sampled_token_ids[request.request_id] = [token_id]
-            if i in logprobs:
-                output.logprobs[request.request_id] = [logprobs[i]]
+            output.sampled_token_ids[request.request_id] = tokens
+            if first in logprobs:
+                output.logprobs[request.request_id] = [
+                    logprobs[i] for i in range(first, first + len(tokens))]
+            if not all(finite[first : first + len(tokens)]):
+                output.not_finite.append(request.request_id)
+
+    def _propose(self, requests, known, done, output):
+        """Drafts for whoever just got a token, to be verified in the next step."""
+        rows = np.array([r.row for r in requests])
+        wanted = np.zeros(len(requests), np.int64)
+        known[done] = self.num_tokens[rows[done]]
+        most = np.array([r.params.max_tokens for r in requests]) + self.prompt_len[rows]
+        room = np.minimum(most, self.max_model_len) - known - 1  # the row behind the drafts gives 1
+        wanted[done] = np.clip(room[done], 0, self.draft_length.wanted(rows[done]))
+        if self.draft_model:
+            wanted = self.draft_model.propose(self, requests, known, wanted)
+        for request, n, count in zip(requests, known, wanted):
+            drafts = self.token_ids[request.row, n : n + count].tolist()
+            if count and self.drafter.propose is not None:
+                drafts = self.drafter.propose(self.token_ids[request.row, :n], count, self.config)
+            if drafts:
+                output.draft_token_ids[request.request_id] = drafts
 
     def _prompt_logprobs(self, request, hidden, start):
         """{position: entry} of the prompt tokens that this chunk's hidden states predict."""
@@ -2071,52 +2377,82 @@ class EngineCore:
     """One model, one scheduler, one runner. Token ids in, token ids out."""
     def __init__(self, config):
         self.config, self.clock, self.counts = config, PhaseClock(), Counter()
+        for name, table in (("quantization", QUANTS), ("speculative", DRAFTERS)):
+            value = getattr(config, name)
+            require(value in table, f"{name} must be one of {[*table]}, got {value!r}")
         checkpoint = open_checkpoint(config.model)
         self.tokenizer = checkpoint.tokenizer()
         self.generation_config = checkpoint.generation_config
         self.model_config = mc = read_model_config(checkpoint)
-        device = kernels.resolve_device(config.device)
-        dtype, weight_dtype = kernels.resolve_dtypes(config.dtype, mc.dtype, device)
-        require(config.quantization in QUANTS, f"quantization must be one of {[*QUANTS]}, "
-                f"got {config.quantization!r}")
-        asked = mc.kv_cache_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        kv_dtype = kernels.KV_DTYPES.get(asked, dtype)
+        device, self.report = kernels.resolve_device(config.device), []  # what was chosen, and why
         BS, budget, longest = config.block_size, config.max_num_batched_tokens, mc.longest_context()
-        backend, lines = kernels.select_attention(
-            config.attention_backend, device=device, dtype=dtype, kv_dtype=kv_dtype,
-            head_dim=mc.head_dim, block_size=BS, group=mc.num_heads // mc.num_kv_heads)
-        self.attention_name = backend.name
-        types = f"{weight_dtype} weights, {dtype} activations".replace("torch.", "")
-        what = f"{mc.architecture}, {mc.num_layers} layers, {types} on {device}"
-        self.report = [f"model {checkpoint.name}: {what}", *lines]  # what was chosen, and why
         require((config.max_model_len or 0) <= longest,
                 f"max_model_len {config.max_model_len} exceeds the model's {longest} positions")
         self.max_model_len = config.max_model_len or longest
         window = max(mc.layer_windows) if min(mc.layer_windows) else 0
-        num_blocks, per_token = self._size_pool(mc, kv_dtype, device, window)
+        # The pool is sized when the weights are there: what is free then is free for it.
+        model, kv_dtype = self._load_model(checkpoint, mc, device)
+        self.attention_name = model.attention_backend.name
+        self.bytes = model.matrix_bytes()[0]
+        draft = self._load_draft(device, window) if config.speculative == "draft" else None
+        num_blocks = self._size_pool((model, kv_dtype), draft, device, window)
+        model.cos_sin = rope_table(mc, self.max_model_len, device)  # the pool may have cut it
         require(config.enable_chunked_prefill or self.max_model_len <= budget,
                 f"max_num_batched_tokens {budget} cannot hold a whole prompt (max_model_len)")
-        model = Model(checkpoint, mc, dtype, device, backend, self.max_model_len, weight_dtype,
-                      config)
-        self.runner = ModelRunner(model, num_blocks, BS, config.max_num_seqs, self.max_model_len,
-                                  kv_dtype, config.enforce_eager)
-        self.bytes, forms = model.matrix_bytes()
-        self.bytes["kv"] = num_blocks * BS * per_token
-        self.report.append("matrices: " + ", ".join(
-            f"{show_bytes(n)} {form}" for form, n in forms.most_common())
-            + f"; scales {show_bytes(self.bytes['scales'])}")
+        if draft:
+            draft = DraftModel(draft[0], kv_arrays(draft[0], num_blocks, BS, draft[1]),
+                               len(draft[0].cos_sin), config.max_num_seqs)
+        self.runner = ModelRunner(model, num_blocks, config, self.max_model_len, kv_dtype, draft)
         self.seeds = random.Random(config.seed)  # for requests that bring none
         self.scheduler = Scheduler(
             replace(config, max_model_len=self.max_model_len),
-            KVCacheManager(num_blocks, BS, config.enable_prefix_caching, window, budget))
+            KVCacheManager(num_blocks, BS, config.enable_prefix_caching, window, budget),
+            num_spec_tokens=config.num_speculative_tokens if draft else 0)
         self.tracer = Tracer(config.trace, config.trace_format) if config.trace else None
         self.clock.lap("start")
 
-    def _size_pool(self, mc, kv_dtype, device, window):
-        """Number of KV blocks and bytes per token; cuts max_model_len to what they hold."""
+    def _load_model(self, checkpoint, mc, device, role="model"):
+        """(Model, dtype of its KV cache), and in the report what was chosen."""
+        config = self.config
+        dtype, weight_dtype = kernels.resolve_dtypes(config.dtype, mc.dtype, device)
+        asked = mc.kv_cache_dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        kv_dtype = kernels.KV_DTYPES.get(asked, dtype)
+        backend, lines = kernels.select_attention(
+            config.attention_backend, device=device, dtype=dtype, kv_dtype=kv_dtype,
+            head_dim=mc.head_dim, block_size=config.block_size,
+            group=mc.num_heads // mc.num_kv_heads)
+        types = f"{weight_dtype} weights, {dtype} activations".replace("torch.", "")
+        what = f"{mc.architecture}, {mc.num_layers} layers, {types} on {device}"
+        self.report += [f"{role} {checkpoint.name}: {what}", *lines]
+        max_len = min(self.max_model_len, mc.longest_context())
+        model = Model(checkpoint, mc, dtype, device, backend, max_len, weight_dtype, config)
+        sizes, forms = model.matrix_bytes()
+        self.report.append("matrices: " + ", ".join(
+            f"{show_bytes(n)} {form}" for form, n in forms.most_common())
+            + f"; scales {show_bytes(sizes['scales'])}")
+        return model, kv_dtype
+
+    def _load_draft(self, device, window):
+        """The same for the draft model, which must speak the target's language."""
+        checkpoint = open_checkpoint(self.config.speculative_model)
+        name, own = checkpoint.name, checkpoint.tokenizer().backend.get_vocab()
+        require(own == self.tokenizer.backend.get_vocab(),
+                f"speculative_model {name} has another vocabulary than the model")
+        require(not window, f"speculative_model {name} cannot draft for a model whose layers all "
+                "have a sliding window: it needs the blocks that the window gives back")
+        draft = self._load_model(checkpoint, read_model_config(checkpoint), device, "draft model")
+        self.bytes["draft"] = draft[0].matrix_bytes()[0].total()
+        return draft
+
+    def _size_pool(self, target, draft, device, window):
+        """Number of KV blocks; cuts max_model_len to what they hold. target, draft: (Model, dtype
+        of its cache); a block holds the positions of both."""
         config, BS, free = self.config, self.config.block_size, kernels.free_memory(device)
-        per_token = kv_bytes_per_token(mc.num_layers, mc.num_kv_heads, mc.head_dim,
-                                       kv_dtype.itemsize, 4 if kv_dtype == torch.int8 else 0)
+        own, drafts = (kv_bytes_per_token(
+            c.num_layers, c.num_kv_heads, c.head_dim, kv_dtype.itemsize,
+            4 if kv_dtype == torch.int8 else 0) for c, kv_dtype in
+            ((model.config, kv_dtype) for model, kv_dtype in (target, draft or target)))
+        per_token = own + drafts if draft else own
         if config.num_kv_blocks is not None:
             num_blocks = config.num_kv_blocks
         elif config.kv_cache_memory is not None:
@@ -2126,10 +2462,14 @@ class EngineCore:
             memory = free * 9 // 10 if device.type == "cuda" else min(free * 4 // 10, 4 << 30)
             useful = config.max_num_seqs * cdiv(self.max_model_len, BS) + 1
             num_blocks = min(num_blocks_in(memory, BS, per_token), useful)
-        kind = str(kv_dtype).removeprefix("torch.")
-        size = (f"{num_blocks} blocks x {BS} tokens x {show_bytes(per_token)} ({kind}) = "
-                f"{show_bytes(num_blocks * BS * per_token)} of {show_bytes(free)} free")
-        require(num_blocks * BS * per_token <= free, f"the KV cache does not fit: {size}")
+        kind = str(target[1]).removeprefix("torch.")
+        each = f"{show_bytes(own)} ({kind})"
+        if draft:
+            each = f"({each} + {show_bytes(drafts)} of the draft model)"
+        self.bytes["kv"] = num_blocks * BS * per_token
+        size = (f"{num_blocks} blocks x {BS} tokens x {each} = {show_bytes(self.bytes['kv'])} of "
+                f"{show_bytes(free)} free")
+        require(self.bytes["kv"] <= free, f"the KV cache does not fit: {size}")
         needed = max_blocks_of(self.max_model_len, BS, window, config.max_num_batched_tokens)
         if needed > num_blocks - 1:
             fits = max(slots_of(num_blocks, BS), 0)
@@ -2140,7 +2480,7 @@ class EngineCore:
             self.max_model_len, needed = fits, num_blocks - 1
         self.report.append(f"KV cache: {size}; {(num_blocks - 1) / needed:.1f} requests of "
                            f"{self.max_model_len} tokens at once")
-        return num_blocks, per_token
+        return num_blocks
 
     def add_request(self, message):
         """Queue an EngineCoreRequest. ValueError if it can never run."""
@@ -2200,9 +2540,11 @@ class EngineCore:
             self.counts, **finished, running=len(scheduler.running), waiting=len(scheduler.waiting),
             preemptions=scheduler.num_preemptions, kv_usage=pool.usage, free_blocks=pool.num_free,
             weight_bytes=self.bytes["weights"], scale_bytes=self.bytes["scales"],
-            kv_bytes=self.bytes["kv"], activation_bytes=self.runner.activation_bytes,
+            draft_model_bytes=self.bytes["draft"], kv_bytes=self.bytes["kv"],
+            activation_bytes=self.runner.activation_bytes,
             prefix_queries=cache.queries, prefix_hits=cache.hits, attention=self.attention_name,
-            attention_executed=kernels.ATTENTION[self.attention_name].executed)
+            attention_executed=kernels.ATTENTION[self.attention_name].executed,
+            **scheduler.speculation.summary())
 
 @dataclass(eq=False)
 class Pending:
@@ -2326,11 +2668,7 @@ class FrontEnd:
         parent.error = entry.error or parent.error
         if entry.prompt_logprobs is not None:
             parent.prompt_logprobs = self._with_text(entry.prompt_logprobs)
-        completion.token_ids += entry.new_token_ids
-        if entry.logprobs:
-            completion.logprobs += self._with_text(entry.logprobs)
-            completion.cumulative_logprob += sum(
-                row[token_id].logprob for row, token_id in zip(entry.logprobs, entry.new_token_ids))
+        new_token_ids = entry.new_token_ids
         completion.finish_reason, completion.stop_reason = entry.finish_reason, entry.stop_reason
         if detokenizer:
             # A token that ended the output is an id like others, but text only on request.
@@ -2339,6 +2677,13 @@ class FrontEnd:
             met = detokenizer.push(shown, finished=entry.finish_reason is not None)
             if met is not None:
                 completion.finish_reason, completion.stop_reason = "stop", met
+                new_token_ids = new_token_ids[: detokenizer.num_tokens - len(completion.token_ids)]
+        completion.token_ids += new_token_ids
+        if entry.logprobs:
+            rows = entry.logprobs[: len(new_token_ids)]
+            completion.logprobs += self._with_text(rows)
+            completion.cumulative_logprob += sum(
+                row[token_id].logprob for row, token_id in zip(rows, new_token_ids))
 
     def end(self, request_id, reason=None):
         """Nothing more will come. The last completion finishes its RequestOutput."""
@@ -2650,7 +2995,8 @@ def read_job(llm, line, sampling):
 
 def run_list():
     """Print every table a fork extends, with what can be selected on this machine."""
-    for title, table in (("ARCHS", ARCHS), ("QUANTS", QUANTS), ("POLICIES", POLICIES)):
+    for title, table in (("ARCHS", ARCHS), ("QUANTS", QUANTS), ("POLICIES", POLICIES),
+                         ("DRAFTERS", DRAFTERS)):
         print(title, *(f"  {name:20s} {row.summary}" for name, row in table.items()), sep="\n")
     device = kernels.resolve_device("auto")
     dtype, _ = kernels.resolve_dtypes("auto", "bfloat16", device)
@@ -2686,7 +3032,7 @@ def say_phases(llm):
 COMMANDS = {
     "chat": (run_chat, "Chat with a model, or answer one --prompt."),
     "generate": (run_generate, "Complete a batch of prompts: JSON lines in, JSON lines out."),
-    "list": (run_list, "List architectures, formats, policies and attention backends."),
+    "list": (run_list, "List architectures, formats, policies, drafters and attention backends."),
 }
 
 def main(argv=None):
