@@ -7,6 +7,7 @@
     python bench.py kernels                            every kernel against the ceilings of this GPU
     python bench.py kernels --static                   compiled for four GPUs: spills, roofline
     python bench.py quant                              weight and KV formats: quality beside speed
+    python bench.py spec                               what drafting gains, and where it does not
     python bench.py lesson all                         the articles' examples (lessons.py)
 
 A measurement prints its own command line, the commit, the machine, versions and (throughput) the
@@ -507,6 +508,7 @@ COMMANDS = {  # name: (module, None for this one; words for --help)
     "throughput": (None, "many requests, then one stream"),
     "kernels": ("bench_kernels", "Triton kernels: speed, or what they compile to"),
     "quant": ("bench_quant", "weight and KV formats: divergence from bf16 beside speed"),
+    "spec": ("bench_spec", "drafts: acceptance, tokens per call, speed-up"),
     "lesson": ("lessons", "the articles' worked examples, run and compared"),
     "capacity": ("lessons", "KV cache of a config.json: per token, rank, request, pool"),
     "simulate": ("lessons", "rounds of the scheduler for id:arrival:prompt:output ..."),

@@ -201,7 +201,8 @@ def run_capacity(args):
     """Print what a token, a request and a pool cost on each rank."""
     config, BS = model_shape(args["config"]), args["block_size"]
     tp, pp, dp, cache = args["tp"], args["pp"], args["dp"], args["dtype"]
-    stages, whole = stage_layers(config.num_layers, pp), rank_bytes_per_token(config, 1, None, cache)
+    stages = stage_layers(config.num_layers, pp)
+    whole = rank_bytes_per_token(config, 1, None, cache)
     per_stage = [rank_bytes_per_token(config, tp, layers, cache) for layers in stages]
     kib, mib = 1024, 2**20
     print(f"{args['config']}: {config.num_layers} layers x {config.num_kv_heads} KV heads x "
@@ -216,7 +217,8 @@ def run_capacity(args):
     table(["length", "blocks", "MiB used", "MiB in blocks", "MiB per rank, in blocks"],
           [(n, b, n * whole / mib, b * BS * whole / mib, b * BS * max(per_stage) / mib)
            for n, b in zip(args["lengths"], blocks)]
-          + [("sum", sum(blocks), sum(args["lengths"]) * whole / mib, sum(blocks) * BS * whole / mib,
+          + [("sum", sum(blocks), sum(args["lengths"]) * whole / mib,
+               sum(blocks) * BS * whole / mib,
               sum(blocks) * BS * max(per_stage) / mib)])
     memory = ns.parse_bytes(args["memory"], "--memory")
     num_blocks = ns.num_blocks_in(memory, BS, max(per_stage))

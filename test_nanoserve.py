@@ -55,6 +55,7 @@ sys.path.insert(0, str(HERE))  # also when another script loads this file
 import bench  # noqa: E402
 import bench_kernels  # noqa: E402
 import bench_quant  # noqa: E402
+import bench_spec  # noqa: E402
 import checkpoints  # noqa: E402
 import kernels  # noqa: E402
 import lessons  # noqa: E402
@@ -4210,6 +4211,240 @@ def test_a_batch_above_the_largest_recording_runs_eagerly(monkeypatch):
 
 
 # ==================================================================================================
+# 12  Speculation
+# ==================================================================================================
+# Two promises: with drafts that follow from the text, the very tokens; with drafts that were drawn, the same law.
+
+
+P = {(): (.6, .3, .1), (0,): (.2, .5, .3), (1,): (.7, .1, .2), (2,): (.25, .25, .5)}  # by the last token
+Q = {(): (.3, .4, .3), (0,): (.5, .2, .3), (1,): (.1, .8, .1), (2,): (.4, .4, .2)}
+
+
+def law_of_row(p, q, draft, judge):
+    """The exact law of a row's token given its draft: judge() is constant in luck below and above min(1, p/q)."""
+    p, q, draft = torch.tensor([p], dtype=torch.float64), torch.tensor([q], dtype=torch.float64), torch.tensor([draft])
+    share = min(1.0, (p[0, draft] / q[0, draft]).item())
+    total = torch.zeros(3, dtype=torch.float64)
+    for luck, weight in ((share / 2, share), ((1 + share) / 2, 1 - share)):
+        if weight:
+            law = judge(p.clone(), q, draft, torch.tensor([luck], dtype=torch.float64))[0]
+            total += weight * law / law.sum()
+    return total.tolist()
+
+
+def law_of_three(judge):
+    """Probabilities of all 27 sequences of three tokens, made in rounds of two drafts and what follows them."""
+    def extend(tokens):
+        if len(tokens) >= 3:
+            return {tokens[:3]: 1.0}
+        found = Counter()
+
+        def go(new, drafts, prob):
+            last = (tokens + new)[-1:]
+            for draft in range(3) if drafts < 2 else [None]:
+                law = P[last] if draft is None else law_of_row(P[last], Q[last], draft, judge)
+                for token in range(3):
+                    weight = prob * law[token] * (1 if draft is None else Q[last][draft])
+                    if weight and draft == token:  # accepted: the next row counts
+                        go(new + (token,), drafts + 1, weight)
+                    elif weight:
+                        for sequence, rest in extend(tokens + new + (token,)).items():
+                            found[sequence] += weight * rest
+        go((), 0, 1.0)
+        return found
+    return extend(())
+
+
+def test_the_law_of_27_sequences_is_the_targets():
+    exact = {(a, b, c): P[()][a] * P[(a,)][b] * P[(b,)][c] for a, b, c in itertools.product(range(3), repeat=3)}
+    found = law_of_three(ns.verified_law)
+    assert max(abs(found[s] - exact[s]) for s in exact) < 1e-12 and len(found) == 27
+
+    def biased(p, q, drafts, luck):  # a rejected draft is replaced from p, not from what p has more
+        accepted = luck[:, None] * q.gather(1, drafts[:, None]) < p.gather(1, drafts[:, None])
+        return torch.where(accepted, torch.zeros_like(p).scatter_(1, drafts[:, None], 1), p)
+    assert max(abs(law_of_three(biased)[s] - exact[s]) for s in exact) > 0.01
+
+
+def test_worked_numbers_of_the_rejection_rule():
+    """p, q of the article: accepted .3 .3 .1, residual (1, 0, 0); resampling from p would give (.48, .39, .13)."""
+    p, q = (.6, .3, .1), (.3, .4, .3)
+    total = sum(q[d] * np.array(law_of_row(p, q, d, ns.verified_law)) for d in range(3))
+    assert np.allclose(total, p, atol=1e-12)
+    luck = torch.tensor([0.999])
+    rest = ns.verified_law(torch.tensor([p]), torch.tensor([q]), torch.tensor([2]), luck)[0]
+    assert (rest / rest.sum()).tolist() == pytest.approx([1, 0, 0])
+
+
+def spec_llm(**options):
+    return ns.LLM(model="toy", **dict(dict(num_kv_blocks=200, max_model_len=128, paranoid=True, seed=5), **options))
+
+
+SPEC = [dict(speculative="ngram", prompt_lookup_min=1), dict(speculative="ngram", prompt_lookup_min=1, adapt_draft_length=False),
+        dict(speculative_model="toy"), dict(speculative_model="toy", num_speculative_tokens=7, adapt_draft_length=False)]
+
+
+def mixed_requests(count=32):
+    """Prompts that repeat and prompts that do not; every sampling field that a draft has to respect."""
+    rng, prompts, params = random.Random(4), [], []
+    extra = [dict(), dict(logprobs=2), dict(repetition_penalty=1.3), dict(frequency_penalty=0.6, presence_penalty=0.3),
+             dict(min_tokens=6), dict(stop=["e"]), dict(stop_token_ids=[101, 111]), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.05),
+             dict(allowed_token_ids=[97, 98, 99]), dict(bad_words=["a"])]
+    for i in range(count):
+        word = [rng.randrange(97, 123) for _ in range(rng.randint(2, 6))]
+        prompts.append({"prompt_token_ids": (word * 8)[: rng.randint(3, 30)]})
+        params.append(ns.SamplingParams(temperature=0 if i % 3 == 0 else 0.9, seed=i, max_tokens=rng.randint(6, 24) if i % 7 else 1 + (i % 12 == 4) * 8,
+                                        ignore_eos=i % 2 == 0, **extra[i % len(extra)]))
+    return prompts, params
+
+
+def told(outputs):
+    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.logprobs and [[*row] for row in c.logprobs])
+            for output in outputs for c in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def plain_mixed():
+    return told(spec_llm().generate(*mixed_requests(), use_tqdm=False))
+
+
+SWITCHES = [dict(), dict(enable_prefix_caching=False), dict(long_prefill_token_threshold=3, max_num_batched_tokens=40, max_num_seqs=8),
+            dict(num_kv_blocks=8, max_model_len=64), dict(max_num_seqs=1), dict(block_size=4)]
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+@pytest.mark.parametrize("options", SPEC, ids=str)
+def test_drafts_that_follow_from_the_text_give_the_very_tokens(options, switches, plain_mixed):
+    prompts, params = mixed_requests()
+    llm = spec_llm(**options, **switches)
+    found = told(llm.generate(prompts, params, use_tqdm=False))
+    drawn = "speculative_model" in options  # above temperature 0 such drafts keep the law, not the tokens
+    same = [a == b for a, b, p in zip(found, plain_mixed, params) if not drawn or p.temperature == 0]
+    assert all(same) and len(same) >= 10
+    stats = llm.core.stats()
+    assert stats["spec_accepted"] > 0 and stats["free_blocks"] == llm.core.config.num_kv_blocks - 1
+    if switches.get("num_kv_blocks"):
+        assert stats["preemptions"] > 0
+
+
+def test_a_seed_repeats_drawn_drafts_whatever_the_batch():
+    prompts, params = mixed_requests(12)
+    options = dict(speculative_model="toy", quantization="int4", adapt_draft_length=False)
+    together = told(spec_llm(**options).generate(prompts, params, use_tqdm=False))
+    assert together == told(spec_llm(**options).generate(prompts, params, use_tqdm=False))
+    alone = [told(spec_llm(**options).generate([prompt], [param], use_tqdm=False))[0] for prompt, param in zip(prompts[:6], params)]
+    assert alone == together[:6]
+
+
+def chi_square(a, b):
+    """Two-sample statistic of two Counters of equal size, cells with few counts pooled, and its degrees of freedom."""
+    cells, rest = [], [0, 0]
+    for cell in a | b:
+        if a[cell] + b[cell] >= 10:
+            cells.append((a[cell], b[cell]))
+        else:
+            rest = [rest[0] + a[cell], rest[1] + b[cell]]
+    cells += [rest] if sum(rest) else []
+    return sum((x - y) ** 2 / (x + y) for x, y in cells), len(cells) - 1
+
+
+@pytest.mark.parametrize("options", [SPEC[0], dict(speculative_model="drafter")], ids=["ngram", "draft"])
+def test_sampled_outputs_follow_the_same_law(options, monkeypatch):
+    """1,500 outputs of four tokens out of three, with and without drafts: the chi-square statistic of a right engine exceeds
+    mean + 5 sqrt(2 mean) about once in 100,000 runs; seeds are fixed, so this one does not change."""
+    class Drafter(checkpoints.Toy):  # the toy's words with other weights
+        def take(self, name, shape):
+            return super().take(("x" if "layers" in name else "") + name, shape)
+    opened = ns.open_checkpoint
+    monkeypatch.setattr(ns, "open_checkpoint", lambda model: Drafter() if model == "drafter" else opened(model))
+    runs = []
+    for index, extra in enumerate((dict(), options | dict(num_speculative_tokens=2, adapt_draft_length=False))):
+        llm = spec_llm(num_kv_blocks=4000, paranoid=False, max_num_seqs=256, **extra)
+        params = [ns.SamplingParams(temperature=1.2, max_tokens=4, ignore_eos=True, seed=10_000 * index + i, allowed_token_ids=[97, 98, 99])
+                  for i in range(1500)]
+        outputs = llm.generate([{"prompt_token_ids": [97, 98, 99, 97, 98, 99, 97]}] * 1500, params, use_tqdm=False)
+        runs.append(Counter(tuple(o.outputs[0].token_ids[1:]) for o in outputs))
+    stats = llm.core.stats()
+    assert stats["spec_accepted"] > 100 and stats["spec_drafted"] > stats["spec_accepted"] + 100
+    value, freedom = chi_square(*runs)
+    assert freedom > 10 and value < freedom + 5 * math.sqrt(2 * freedom)
+    skewed = Counter({cell: count * (2 if cell[0] == 97 else 1) for cell, count in runs[1].items()})
+    assert chi_square(runs[0], skewed)[0] > freedom + 5 * math.sqrt(2 * freedom)  # the test can fail
+
+
+@pytest.mark.parametrize("length", [11, 12, 13, 14, 15])
+@pytest.mark.parametrize("options", SPEC, ids=str)
+def test_drafts_stop_where_the_room_ends(options, length):
+    """BR-079: never more than max_model_len or max_tokens, and no block left over."""
+    prompt = {"prompt_token_ids": [97, 98] * 7 + [97]}
+    prompt["prompt_token_ids"] = prompt["prompt_token_ids"][:length]
+    for max_tokens in (1, 2, 8):
+        params = ns.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        outputs = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+                   for llm in (spec_llm(max_model_len=16, num_kv_blocks=2), spec_llm(max_model_len=16, num_kv_blocks=2, **options))]
+        assert outputs[0] == outputs[1] and len(outputs[1]) == min(max_tokens, 16 - length)
+
+
+def test_the_first_draft_is_checked_too():
+    """BR-077: a hook that proposes nonsense, something right, or nothing changes no token."""
+    prompts, params = mixed_requests(9)
+    plain = told(spec_llm().generate(prompts, params, use_tqdm=False))
+    for propose in (lambda ids, count, config: [100] * count, lambda ids, count, config: [], lambda ids, count, config: [int(ids[-1])] * count):
+        ns.DRAFTERS["mine"] = ns.Drafter("a fork's", propose)
+        try:
+            assert told(spec_llm(speculative="mine", adapt_draft_length=False).generate(prompts, params, use_tqdm=False)) == plain
+        finally:
+            del ns.DRAFTERS["mine"]
+
+
+def test_abort_in_the_middle_of_a_verified_run_gives_everything_back():
+    for options in SPEC:
+        llm = spec_llm(**options)
+        for i, _ in enumerate(llm.stream({"prompt_token_ids": [97, 98, 99] * 6}, ns.SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))):
+            if i == 5:
+                break
+        gc.collect()
+        assert llm.core.stats()["free_blocks"] == 199 and not llm.core.scheduler.requests
+
+
+def test_speculation_that_cannot_work_is_refused_by_name():
+    refused(lambda: spec_llm(speculative="medusa"), "speculative", "'medusa'", "ngram")
+    refused(lambda: spec_llm(speculative="draft"), "speculative_model")
+    refused(lambda: spec_llm(speculative="ngram", speculative_model="toy"), "speculative_model")
+    refused(lambda: spec_llm(speculative="ngram", prompt_lookup_min=5, prompt_lookup_max=4), "prompt_lookup_min", "5", "4")
+    refused(lambda: spec_llm(num_speculative_tokens=0), "num_speculative_tokens", "0")
+
+
+def test_a_draft_model_speaks_the_same_vocabulary(default_path):
+    refused(lambda: spec_llm(speculative_model=str(default_path)), "speculative_model", "vocabulary")
+
+
+def test_counters_and_memory_of_speculation():
+    llm = spec_llm(speculative_model="toy", num_speculative_tokens=3, adapt_draft_length=False)
+    llm.generate("abcabc", ns.SamplingParams(max_tokens=25, temperature=0, ignore_eos=True), use_tqdm=False)
+    stats = llm.core.stats()  # the same model drafts: all are right, and 3 + 1 tokens come at once
+    assert stats["spec_rounds"] == 6 == stats["spec_bonus"] and stats["spec_drafted"] == stats["spec_accepted"] == 18
+    assert stats["spec_accepted_per_position"] == stats["spec_drafted_per_position"] == [6, 6, 6]
+    assert stats["spec_mean_acceptance_length"] == 4 and stats["draft_model_bytes"] == stats["weight_bytes"]
+    assert stats["kv_bytes"] == 200 * 16 * 1024 and any("draft model" in line for line in llm.core.report)
+
+
+def test_draft_length_follows_success():
+    length, rows = ns.DraftLength(ns.EngineConfig(num_speculative_tokens=8), 2), np.array([0])
+    length.reset(0)
+    seen = [int(length.wanted(rows)[0])]
+    for drafted, accepted in ((2, 2), (4, 4), (8, 3)):
+        length.learn(0, drafted, accepted)
+        seen.append(int(length.wanted(rows)[0]))
+    assert seen == [2, 4, 8, 3]
+    pauses = []
+    for _ in range(8):
+        length.learn(0, 1, 0)
+        pauses.append(sum(1 for _ in itertools.takewhile(lambda n: n == 0, (int(length.wanted(rows)[0]) for _ in range(100)))))
+    assert pauses == [2, 4, 8, 16, 32, 64, 64, 64]  # vain tries get rare
+
+
+# ==================================================================================================
 # 14  Engine: the Python interface
 # ==================================================================================================
 
@@ -6295,7 +6530,7 @@ def run_bench(*argv, interpret=False):
                           capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", [bench, bench_kernels, bench_quant, lessons, checkpoints, quantized], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [bench, bench_kernels, bench_quant, bench_spec, lessons, checkpoints, quantized], ids=lambda m: m.__name__)
 def test_contents_name_every_section_and_the_file_stays_small(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
     contents = module.__doc__[module.__doc__.index("CONTENTS") :]
@@ -6539,3 +6774,12 @@ def test_bench_quant_compares_distributions_and_speeds(capsys):
     assert [*rows] == ["bf16", "int8", "int4"] and rows["bf16"]["kl"] == 0 and rows["bf16"]["top1"] == 1
     assert 0 < rows["int8"]["kl"] < rows["int4"]["kl"] < 3 and all(row["one"] > 0 and row["many"] > 0 for row in rows.values())
     assert rows["int4"]["weight_mib"] < rows["int8"]["weight_mib"] < rows["bf16"]["weight_mib"]
+
+
+def test_bench_spec_shows_acceptance_and_speed(capsys):
+    assert bench.main(["spec", "--quick", "--model", "toy", "--speculative-model", "toy"]) == 0
+    rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
+    assert {row["drafter"] for row in rows} == {"ngram", "draft"} and len(rows) == 2 * len(bench_spec.ROWS)
+    drafted = [row for row in rows if row["drafter"] == "draft" and row["temperature"] == 0]
+    assert all(row["acceptance"] == 1 and row["tokens_per_call"] > 2 for row in drafted)  # the model drafts for itself
+    assert all(row["speedup"] > 0 and row["predicted"] > 0 for row in rows)
