@@ -106,7 +106,7 @@ def run_spec(args):
 
 def print_table(rows):
     print(f"\n{'drafter':8s} {'text':7s} {'K':>2s} {'temp':>4s} {'streams':>7s} {'accepted':>8s} "
-          f"{'tokens/call':>11s} {'step cost':>9s} {'tok/s':>7s} {'speed-up':>8s} {'predicted':>9s}")
+          f"{'tokens/call':>11s} {'step cost':>9s} {'tok/s':>7s} {'speed-up':>8s} predicted")
     for r in rows:
         print(f"{r['drafter']:8s} {r['text']:7s} {r['num_speculative_tokens']:2d} "
               f"{r['temperature']:4.1f} {r['streams']:7d} {r['acceptance']:8.0%} "

@@ -8,6 +8,7 @@ import ast
 import contextlib
 import dataclasses
 import doctest
+import fractions
 import functools
 import gc
 import hashlib
@@ -4213,235 +4214,419 @@ def test_a_batch_above_the_largest_recording_runs_eagerly(monkeypatch):
 # ==================================================================================================
 # 12  Speculation
 # ==================================================================================================
-# Two promises: with drafts that follow from the text, the very tokens; with drafts that were drawn, the same law.
+
+F = fractions.Fraction
 
 
-P = {(): (.6, .3, .1), (0,): (.2, .5, .3), (1,): (.7, .1, .2), (2,): (.25, .25, .5)}  # by the last token
-Q = {(): (.3, .4, .3), (0,): (.5, .2, .3), (1,): (.1, .8, .1), (2,): (.4, .4, .2)}
+@contextlib.contextmanager
+def small_model(**changes):
+    """speculative_model "small": the first layer of the toy model, or another config."""
+    original = ns.open_checkpoint
+
+    def changed(name=None):
+        checkpoint = original("toy" if name == "small" else name)
+        if name == "small":
+            checkpoint.config = {**checkpoint.config, "num_hidden_layers": 1, **changes}
+        return checkpoint
+
+    ns.open_checkpoint = changed
+    try:
+        yield
+    finally:
+        ns.open_checkpoint = original
 
 
-def law_of_row(p, q, draft, judge):
-    """The exact law of a row's token given its draft: judge() is constant in luck below and above min(1, p/q)."""
-    p, q, draft = torch.tensor([p], dtype=torch.float64), torch.tensor([q], dtype=torch.float64), torch.tensor([draft])
-    share = min(1.0, (p[0, draft] / q[0, draft]).item())
-    total = torch.zeros(3, dtype=torch.float64)
-    for luck, weight in ((share / 2, share), ((1 + share) / 2, 1 - share)):
-        if weight:
-            law = judge(p.clone(), q, draft, torch.tensor([luck], dtype=torch.float64))[0]
-            total += weight * law / law.sum()
-    return total.tolist()
+DRAFTING = {"ngram": dict(speculative="ngram", prompt_lookup_min=1), "small": dict(speculative_model="small"),
+            "itself": dict(speculative_model="toy")}
 
 
-def law_of_three(judge):
-    """Probabilities of all 27 sequences of three tokens, made in rounds of two drafts and what follows them."""
-    def extend(tokens):
-        if len(tokens) >= 3:
-            return {tokens[:3]: 1.0}
-        found = Counter()
-
-        def go(new, drafts, prob):
-            last = (tokens + new)[-1:]
-            for draft in range(3) if drafts < 2 else [None]:
-                law = P[last] if draft is None else law_of_row(P[last], Q[last], draft, judge)
-                for token in range(3):
-                    weight = prob * law[token] * (1 if draft is None else Q[last][draft])
-                    if weight and draft == token:  # accepted: the next row counts
-                        go(new + (token,), drafts + 1, weight)
-                    elif weight:
-                        for sequence, rest in extend(tokens + new + (token,)).items():
-                            found[sequence] += weight * rest
-        go((), 0, 1.0)
-        return found
-    return extend(())
+def drafting_llm(drafter, **options):
+    with small_model():
+        return toy_llm(**{**DRAFTING[drafter], **options})
 
 
-def test_the_law_of_27_sequences_is_the_targets():
-    exact = {(a, b, c): P[()][a] * P[(a,)][b] * P[(b,)][c] for a, b, c in itertools.product(range(3), repeat=3)}
-    found = law_of_three(ns.verified_law)
-    assert max(abs(found[s] - exact[s]) for s in exact) < 1e-12 and len(found) == 27
+def spec_law(p, q, draft):
+    """The law of a row's token given its draft, from verified_law alone: its value is constant in
+    the luck up to one step, which bisection finds."""
+    def at(luck):
+        row = ns.verified_law(p[None].clone(), q[None], torch.tensor([draft]), torch.tensor([luck], dtype=torch.float64))[0]
+        return row / row.sum()
 
-    def biased(p, q, drafts, luck):  # a rejected draft is replaced from p, not from what p has more
-        accepted = luck[:, None] * q.gather(1, drafts[:, None]) < p.gather(1, drafts[:, None])
-        return torch.where(accepted, torch.zeros_like(p).scatter_(1, drafts[:, None], 1), p)
-    assert max(abs(law_of_three(biased)[s] - exact[s]) for s in exact) > 0.01
-
-
-def test_worked_numbers_of_the_rejection_rule():
-    """p, q of the article: accepted .3 .3 .1, residual (1, 0, 0); resampling from p would give (.48, .39, .13)."""
-    p, q = (.6, .3, .1), (.3, .4, .3)
-    total = sum(q[d] * np.array(law_of_row(p, q, d, ns.verified_law)) for d in range(3))
-    assert np.allclose(total, p, atol=1e-12)
-    luck = torch.tensor([0.999])
-    rest = ns.verified_law(torch.tensor([p]), torch.tensor([q]), torch.tensor([2]), luck)[0]
-    assert (rest / rest.sum()).tolist() == pytest.approx([1, 0, 0])
+    low, high, first, last = 0.0, 1.0, at(0.0), at(1 - 2**-53)
+    if torch.equal(first, last):
+        return first
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if torch.equal(at(middle), first) else (low, middle)
+    return low * first + (1 - low) * last
 
 
-def spec_llm(**options):
-    return ns.LLM(model="toy", **dict(dict(num_kv_blocks=200, max_model_len=128, paranoid=True, seed=5), **options))
+def context_law(context, salt):
+    """The context-dependent distributions of the reference, spec.sequence."""
+    digest = hashlib.sha256(repr((salt, context)).encode()).digest()
+    weights = [1 + digest[i] % 7 for i in range(3)]
+    return torch.tensor([weight / sum(weights) for weight in weights], dtype=torch.float64)
 
 
-SPEC = [dict(speculative="ngram", prompt_lookup_min=1), dict(speculative="ngram", prompt_lookup_min=1, adapt_draft_length=False),
-        dict(speculative_model="toy"), dict(speculative_model="toy", num_speculative_tokens=7, adapt_draft_length=False)]
+def law_of_three_tokens():
+    """({sequence: probability}, {tokens of the first round: probability}) with two drafts."""
+    law, lengths = Counter(), Counter()
 
-
-def mixed_requests(count=32):
-    """Prompts that repeat and prompts that do not; every sampling field that a draft has to respect."""
-    rng, prompts, params = random.Random(4), [], []
-    extra = [dict(), dict(logprobs=2), dict(repetition_penalty=1.3), dict(frequency_penalty=0.6, presence_penalty=0.3),
-             dict(min_tokens=6), dict(stop=["e"]), dict(stop_token_ids=[101, 111]), dict(top_k=5), dict(top_p=0.8), dict(min_p=0.05),
-             dict(allowed_token_ids=[97, 98, 99]), dict(bad_words=["a"])]
-    for i in range(count):
-        word = [rng.randrange(97, 123) for _ in range(rng.randint(2, 6))]
-        prompts.append({"prompt_token_ids": (word * 8)[: rng.randint(3, 30)]})
-        params.append(ns.SamplingParams(temperature=0 if i % 3 == 0 else 0.9, seed=i, max_tokens=rng.randint(6, 24) if i % 7 else 1 + (i % 12 == 4) * 8,
-                                        ignore_eos=i % 2 == 0, **extra[i % len(extra)]))
-    return prompts, params
-
-
-def told(outputs):
-    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.logprobs and [[*row] for row in c.logprobs])
-            for output in outputs for c in output.outputs]
-
-
-@pytest.fixture(scope="module")
-def plain_mixed():
-    return told(spec_llm().generate(*mixed_requests(), use_tqdm=False))
-
-
-SWITCHES = [dict(), dict(enable_prefix_caching=False), dict(long_prefill_token_threshold=3, max_num_batched_tokens=40, max_num_seqs=8),
-            dict(num_kv_blocks=8, max_model_len=64), dict(max_num_seqs=1), dict(block_size=4)]
-
-
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
-@pytest.mark.parametrize("options", SPEC, ids=str)
-def test_drafts_that_follow_from_the_text_give_the_very_tokens(options, switches, plain_mixed):
-    prompts, params = mixed_requests()
-    llm = spec_llm(**options, **switches)
-    found = told(llm.generate(prompts, params, use_tqdm=False))
-    drawn = "speculative_model" in options  # above temperature 0 such drafts keep the law, not the tokens
-    same = [a == b for a, b, p in zip(found, plain_mixed, params) if not drawn or p.temperature == 0]
-    assert all(same) and len(same) >= 10
-    stats = llm.core.stats()
-    assert stats["spec_accepted"] > 0 and stats["free_blocks"] == llm.core.config.num_kv_blocks - 1
-    if switches.get("num_kv_blocks"):
-        assert stats["preemptions"] > 0
-
-
-def test_a_seed_repeats_drawn_drafts_whatever_the_batch():
-    prompts, params = mixed_requests(12)
-    options = dict(speculative_model="toy", quantization="int4", adapt_draft_length=False)
-    together = told(spec_llm(**options).generate(prompts, params, use_tqdm=False))
-    assert together == told(spec_llm(**options).generate(prompts, params, use_tqdm=False))
-    alone = [told(spec_llm(**options).generate([prompt], [param], use_tqdm=False))[0] for prompt, param in zip(prompts[:6], params)]
-    assert alone == together[:6]
-
-
-def chi_square(a, b):
-    """Two-sample statistic of two Counters of equal size, cells with few counts pooled, and its degrees of freedom."""
-    cells, rest = [], [0, 0]
-    for cell in a | b:
-        if a[cell] + b[cell] >= 10:
-            cells.append((a[cell], b[cell]))
+    def emit(tokens, chance):
+        if len(tokens) == 3:
+            law[tokens] += chance
         else:
-            rest = [rest[0] + a[cell], rest[1] + b[cell]]
-    cells += [rest] if sum(rest) else []
-    return sum((x - y) ** 2 / (x + y) for x, y in cells), len(cells) - 1
+            for token, p in enumerate(context_law(tokens, "p").tolist()):
+                emit((*tokens, token), chance * p)
+
+    for drafts in itertools.product(range(3), repeat=2):
+        live = math.prod(context_law(drafts[:i], "q")[drafts[i]].item() for i in range(2))
+        for i, draft in enumerate(drafts):
+            row = spec_law(context_law(drafts[:i], "p"), context_law(drafts[:i], "q"), draft).tolist()
+            for token in {0, 1, 2} - {draft}:
+                emit((*drafts[:i], token), live * row[token])
+            lengths[i + 1] += live * (1 - row[draft])
+            live *= row[draft]
+        lengths[3] += live
+        for token, p in enumerate(context_law(drafts, "p").tolist()):
+            emit((*drafts, token), live * p)
+    return law, lengths
 
 
-@pytest.mark.parametrize("options", [SPEC[0], dict(speculative_model="drafter")], ids=["ngram", "draft"])
-def test_sampled_outputs_follow_the_same_law(options, monkeypatch):
-    """1,500 outputs of four tokens out of three, with and without drafts: the chi-square statistic of a right engine exceeds
-    mean + 5 sqrt(2 mean) about once in 100,000 runs; seeds are fixed, so this one does not change."""
-    class Drafter(checkpoints.Toy):  # the toy's words with other weights
-        def take(self, name, shape):
-            return super().take(("x" if "layers" in name else "") + name, shape)
-    opened = ns.open_checkpoint
-    monkeypatch.setattr(ns, "open_checkpoint", lambda model: Drafter() if model == "drafter" else opened(model))
-    runs = []
-    for index, extra in enumerate((dict(), options | dict(num_speculative_tokens=2, adapt_draft_length=False))):
-        llm = spec_llm(num_kv_blocks=4000, paranoid=False, max_num_seqs=256, **extra)
-        params = [ns.SamplingParams(temperature=1.2, max_tokens=4, ignore_eos=True, seed=10_000 * index + i, allowed_token_ids=[97, 98, 99])
-                  for i in range(1500)]
-        outputs = llm.generate([{"prompt_token_ids": [97, 98, 99, 97, 98, 99, 97]}] * 1500, params, use_tqdm=False)
-        runs.append(Counter(tuple(o.outputs[0].token_ids[1:]) for o in outputs))
+def target_law_of_three_tokens():
+    return {t: math.prod(context_law(t[:i], "p")[t[i]].item() for i in range(3)) for t in itertools.product(range(3), repeat=3)}
+
+
+def rule(accept, rest):
+    """A rule of verified_law's form: accept(luck, p, q) of the draft, and the law after a rejection."""
+    def law(p, q, drafts, luck):
+        at = drafts[:, None]
+        good = accept(luck[:, None], p.gather(1, at), q.gather(1, at))
+        return torch.where(good, torch.zeros_like(p).scatter_(1, at, 1), rest(p, q))
+    return law
+
+
+WRONG_RULES = {
+    "resample from p": rule(lambda luck, p, q: luck * q < p, lambda p, q: p),
+    "accept all": rule(lambda luck, p, q: luck >= 0, lambda p, q: p),
+    "accept with p": rule(lambda luck, p, q: luck < p, lambda p, q: (p - q).clamp(min=0) + 1e-30)}
+
+
+def test_the_law_of_all_27_sequences_is_the_targets():
+    law, lengths = law_of_three_tokens()
+    target = target_law_of_three_tokens()
+    assert len(target) == 27 and max(abs(law[t] - target[t]) for t in target) < 1e-12
+    published = {1: F(14, 165), 2: F(83, 264), 3: F(793, 1320)}
+    assert all(abs(lengths[n] - float(published[n])) < 1e-12 for n in published)
+    assert abs(sum(n * p for n, p in lengths.items()) - 1107 / 440) < 1e-12
+
+
+@pytest.mark.parametrize("name", WRONG_RULES)
+def test_a_biased_rule_has_another_law(name, monkeypatch):
+    monkeypatch.setattr(ns, "verified_law", WRONG_RULES[name])
+    law, _ = law_of_three_tokens()
+    assert max(abs(law[t] - p) for t, p in target_law_of_three_tokens().items()) > 1e-3
+
+
+def test_one_round_by_hand():
+    p, q = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64), torch.tensor([0.3, 0.4, 0.3], dtype=torch.float64)
+    laws = [spec_law(p, q, draft).tolist() for draft in range(3)]
+    expected = [[1, 0, 0], [0.25, 0.75, 0], [2 / 3, 0, 1 / 3]]
+    assert np.allclose(laws, expected, atol=1e-12) and np.allclose(q @ torch.tensor(laws, dtype=torch.float64), p)
+
+
+LETTERS = [65, 66, 67]  # all that the next test allows
+
+
+def counted(llm, n=6000):
+    """How often each of the 81 outputs of four letters came."""
+    params = [ns.SamplingParams(max_tokens=4, temperature=5.0, seed=i, allowed_token_ids=LETTERS, detokenize=False) for i in range(n)]
+    outputs = ask(llm, [[65, 66, 67, 65, 67, 66, 65]] * n, params)
+    counts = Counter(tuple(o.outputs[0].token_ids) for o in outputs)
+    return [counts[t] for t in itertools.product(LETTERS, repeat=4)]
+
+
+@functools.cache
+def law_of_letters():
+    law, prompt = [], (65, 66, 67, 65, 67, 66, 65)
+    for tokens in itertools.product(LETTERS, repeat=4):
+        rows = [(plain_logits(prompt + tokens[:i])[-1][LETTERS].double() / 5.0).softmax(-1) for i in range(4)]
+        law.append(math.prod(row[LETTERS.index(token)].item() for row, token in zip(rows, tokens)))
+    return law
+
+
+BUSY = dict(num_kv_blocks=600, paranoid=False, num_speculative_tokens=2, adapt_draft_length=False)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "small"])
+def test_sampled_outputs_follow_the_law_through_the_whole_engine(drafter):
+    llm = drafting_llm(drafter, **BUSY)
+    expect_counts(counted(llm), law_of_letters())
     stats = llm.core.stats()
-    assert stats["spec_accepted"] > 100 and stats["spec_drafted"] > stats["spec_accepted"] + 100
-    value, freedom = chi_square(*runs)
-    assert freedom > 10 and value < freedom + 5 * math.sqrt(2 * freedom)
-    skewed = Counter({cell: count * (2 if cell[0] == 97 else 1) for cell, count in runs[1].items()})
-    assert chi_square(runs[0], skewed)[0] > freedom + 5 * math.sqrt(2 * freedom)  # the test can fail
+    assert stats["spec_accepted"] > 1000 and stats["spec_drafted"] - stats["spec_accepted"] > 1000
 
 
-@pytest.mark.parametrize("length", [11, 12, 13, 14, 15])
-@pytest.mark.parametrize("options", SPEC, ids=str)
-def test_drafts_stop_where_the_room_ends(options, length):
-    """BR-079: never more than max_model_len or max_tokens, and no block left over."""
-    prompt = {"prompt_token_ids": [97, 98] * 7 + [97]}
-    prompt["prompt_token_ids"] = prompt["prompt_token_ids"][:length]
-    for max_tokens in (1, 2, 8):
-        params = ns.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        outputs = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
-                   for llm in (spec_llm(max_model_len=16, num_kv_blocks=2), spec_llm(max_model_len=16, num_kv_blocks=2, **options))]
-        assert outputs[0] == outputs[1] and len(outputs[1]) == min(max_tokens, 16 - length)
+def test_a_biased_rule_is_seen_through_the_whole_engine(monkeypatch):
+    monkeypatch.setattr(ns, "verified_law", WRONG_RULES["accept all"])
+    with pytest.raises(AssertionError):
+        expect_counts(counted(drafting_llm("small", **BUSY)), law_of_letters())
 
 
-def test_the_first_draft_is_checked_too():
-    """BR-077: a hook that proposes nonsense, something right, or nothing changes no token."""
-    prompts, params = mixed_requests(9)
-    plain = told(spec_llm().generate(prompts, params, use_tqdm=False))
-    for propose in (lambda ids, count, config: [100] * count, lambda ids, count, config: [], lambda ids, count, config: [int(ids[-1])] * count):
-        ns.DRAFTERS["mine"] = ns.Drafter("a fork's", propose)
-        try:
-            assert told(spec_llm(speculative="mine", adapt_draft_length=False).generate(prompts, params, use_tqdm=False)) == plain
-        finally:
-            del ns.DRAFTERS["mine"]
+def features(i, rng):
+    """Sampling parameters of request i of a mixed batch: every rule and every kind of end."""
+    few = dict(allowed_token_ids=[65, 66, 67, 257], repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.1)
+    return [dict(), dict(ignore_eos=True, max_tokens=30), few, dict(allowed_token_ids=[65, 66], logprobs=2, max_tokens=20),
+            dict(allowed_token_ids=[70, 71, 72], stop_token_ids=[72], min_tokens=6), dict(allowed_token_ids=[70, 71], stop=["FGF", "GGG"]),
+            dict(logit_bias={70: 50, 71: 50}, stop="GF", include_stop_str_in_output=True, logprobs=1),
+            dict(allowed_token_ids=[65, 66, 67], bad_words=["AB", "C"], top_k=3, min_p=0.01, top_p=0.95)][i % 8] | dict(seed=rng.randrange(2**40))
+
+
+@functools.cache
+def mixed_batch(greedy=False):
+    rng, jobs = random.Random(5), []
+    for i in range(32):
+        prompt = [rng.choice([65, 66, 67, 70, 71]) for _ in range(rng.randint(3, 30))]
+        kwargs = {**dict(max_tokens=rng.randint(1, 16)), **features(i, rng), "temperature": 0.0 if greedy or i // 8 % 2 else 1.2}
+        kwargs["max_tokens"] = max(kwargs["max_tokens"], kwargs.get("min_tokens", 0))
+        jobs.append((prompt, kwargs if greedy or kwargs["temperature"] == 0 else kwargs | dict(n=1 + i % 2)))
+    return jobs
+
+
+class Near(float):
+    """A log-probability; equal up to the rounding of another batch shape."""
+
+    def __eq__(self, other):
+        return abs(self - other) < 1e-4
+
+
+def answers(llm, jobs):
+    """All that callers see of each completion."""
+    outputs = ask(llm, [prompt for prompt, _ in jobs], [ns.SamplingParams(**kwargs) for _, kwargs in jobs])
+    assert not llm.core.scheduler.requests and not llm.front.pending and not any(o.error for o in outputs)
+    pool = llm.core.scheduler.kv.pool
+    assert pool.num_free == len(pool.blocks) - 1
+    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.logprobs and [
+                {token: (Near(e.logprob), e.rank) for token, e in row.items()} for row in c.logprobs])
+            for o in outputs for c in o.outputs]
+
+
+@functools.cache
+def plain_answers(greedy):
+    return answers(toy_llm(), mixed_batch(greedy))
+
+
+SPEC_SWITCHES = {name: SWITCHES[name] for name in ("default", "no prefix cache", "one seat", "budget 9", "chunk cap", "block size 1")}
+SPEC_SWITCHES["preemption"] = dict(num_kv_blocks=17, block_size=4, reserve_full_sequence=False, max_model_len=64)
+SPEC_SWITCHES["fixed length"] = dict(adapt_draft_length=False, num_speculative_tokens=7)
+
+
+@pytest.mark.parametrize("switch", SPEC_SWITCHES)
+@pytest.mark.parametrize("drafter", DRAFTING)
+def test_drafts_change_no_token(drafter, switch):
+    """32 mixed requests get what they get without speculation: greedy ones with any drafter, sampled
+    ones with n-grams. Drafts of the model itself are all right unless something ends first."""
+    llm, greedy_only = drafting_llm(drafter, **SPEC_SWITCHES[switch]), drafter != "ngram"
+    assert answers(llm, mixed_batch(greedy_only)) == plain_answers(greedy_only)
+    stats = llm.core.stats()
+    assert stats["spec_accepted"] > 20 and (stats["preemptions"] > 5) == (switch == "preemption")
+    if drafter == "itself":
+        assert stats["spec_accepted"] == stats["spec_drafted"]
+
+
+@pytest.mark.parametrize("drafter", ["small", "itself"])
+def test_a_seed_repeats_a_run_with_a_drawing_drafter_whatever_the_batch(drafter):
+    jobs = [(prompt, kwargs | dict(n=1, temperature=0.9)) for prompt, kwargs in mixed_batch()]
+    together = answers(drafting_llm(drafter), jobs)
+    alone = drafting_llm(drafter)
+    assert [answers(alone, [job])[0] for job in jobs] == together
+    assert together != answers(drafting_llm(drafter), [(prompt, kwargs | dict(seed=kwargs["seed"] + 1)) for prompt, kwargs in jobs])
+    stats = alone.core.stats()
+    assert drafter == "small" or stats["spec_accepted"] == stats["spec_drafted"] > 100  # q = p: all accepted
 
 
 def test_abort_in_the_middle_of_a_verified_run_gives_everything_back():
-    for options in SPEC:
-        llm = spec_llm(**options)
-        for i, _ in enumerate(llm.stream({"prompt_token_ids": [97, 98, 99] * 6}, ns.SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))):
+    for drafter in DRAFTING:
+        llm = drafting_llm(drafter)
+        for i, _ in enumerate(llm.stream([97, 98, 99] * 6, greedy(60, ignore_eos=True, allowed_token_ids=[97, 98]))):
             if i == 5:
                 break
         gc.collect()
-        assert llm.core.stats()["free_blocks"] == 199 and not llm.core.scheduler.requests
+        settled(llm)
 
 
-def test_speculation_that_cannot_work_is_refused_by_name():
-    refused(lambda: spec_llm(speculative="medusa"), "speculative", "'medusa'", "ngram")
-    refused(lambda: spec_llm(speculative="draft"), "speculative_model")
-    refused(lambda: spec_llm(speculative="ngram", speculative_model="toy"), "speculative_model")
-    refused(lambda: spec_llm(speculative="ngram", prompt_lookup_min=5, prompt_lookup_max=4), "prompt_lookup_min", "5", "4")
-    refused(lambda: spec_llm(num_speculative_tokens=0), "num_speculative_tokens", "0")
+# ---- BR-077, BR-079, BR-081
+
+@contextlib.contextmanager
+def scripted_drafter(propose):
+    """A fork's drafter: one function."""
+    ns.DRAFTERS["scripted"] = ns.Drafter("of a test", propose)
+    try:
+        yield dict(speculative="scripted", adapt_draft_length=False)
+    finally:
+        del ns.DRAFTERS["scripted"]
 
 
-def test_a_draft_model_speaks_the_same_vocabulary(default_path):
-    refused(lambda: spec_llm(speculative_model=str(default_path)), "speculative_model", "vocabulary")
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+@pytest.mark.parametrize("num_right", [0, 1, 2, 4])
+def test_every_draft_is_compared_the_first_one_too(count, num_right):
+    def propose(token_ids, limit, config):
+        n = len(token_ids)
+        return [4 if i < num_right else 1 for i in range(min(count, limit))] if n > 3 else [1]
+
+    with scripted_drafter(propose) as options:
+        llm = scripted_llm(lambda token, pos: {4: 9.0}, **options, num_speculative_tokens=4)
+        assert scripted_tokens(llm, (1, 1, 1), max_tokens=12) == [4] * 12
+    stats = llm.core.stats()
+    right = min(count, num_right)
+    if count:  # the first token has no drafts; then 1 + right tokens a step, of those that are left
+        steps = 1 + math.ceil(11 / (1 + right))
+        assert llm.core.counts["steps"] <= steps + 1 + 2 and stats["spec_mean_acceptance_length"] <= 1 + right
 
 
-def test_counters_and_memory_of_speculation():
-    llm = spec_llm(speculative_model="toy", num_speculative_tokens=3, adapt_draft_length=False)
-    llm.generate("abcabc", ns.SamplingParams(max_tokens=25, temperature=0, ignore_eos=True), use_tqdm=False)
-    stats = llm.core.stats()  # the same model drafts: all are right, and 3 + 1 tokens come at once
+@pytest.mark.parametrize("drafter", ["ngram", "itself", "short"])
+@pytest.mark.parametrize("length", range(11, 16))
+def test_drafts_end_where_context_output_and_pool_end(drafter, length):
+    """The pool holds one sequence of 16 tokens; the short draft model has 12 positions."""
+    options = dict(max_model_len=16, num_kv_blocks=5, block_size=4, num_speculative_tokens=4, max_num_seqs=2)
+    with small_model(max_position_embeddings=12):
+        spec = dict(speculative_model="small") if drafter == "short" else DRAFTING[drafter]
+        llm = toy_llm(**options, **spec)
+    for most in (8, 2):
+        jobs = [([65, 66] * 7 + [65], dict(max_tokens=most, temperature=0, allowed_token_ids=[65, 66], ignore_eos=True))]
+        jobs = [(jobs[0][0][:length], jobs[0][1])]
+        assert answers(llm, jobs) == answers(toy_llm(**options), jobs)
+    assert llm.core.stats()["preemptions"] == 0
+
+
+def test_lookahead_and_drafts_preempt_nobody():
+    """Two requests of 8 + 8 tokens fill the pool to the last block."""
+    options = dict(num_kv_blocks=9, block_size=4, max_model_len=32, num_speculative_tokens=8, max_num_seqs=2)
+    jobs = [([65 + i] * 9, dict(max_tokens=8, temperature=0, allowed_token_ids=[65, 66], ignore_eos=True)) for i in range(2)]
+    expected = answers(toy_llm(**options), jobs)
+    for drafter in DRAFTING:
+        llm = drafting_llm(drafter, **options)
+        assert answers(llm, jobs) == expected and llm.core.stats()["preemptions"] == 0
+
+
+def test_greedy_requests_and_filters_are_verified_by_what_they_ask_for():
+    """The target gives a .3 and b .5; the draft is always a, which a raw test would accept."""
+    def target(token_id, pos):
+        return {1: math.log(0.3), 2: math.log(0.5), 3: math.log(0.2)}
+
+    with scripted_drafter(lambda token_ids, count, config: [1] * count) as options:
+        llm = scripted_llm(target, **options)
+        assert scripted_tokens(llm, max_tokens=9) == [2] * 9
+        assert 1 not in scripted_tokens(llm, max_tokens=60, temperature=0.5, top_p=0.5, seed=1)
+        assert 1 in scripted_tokens(llm, max_tokens=60, temperature=1.0, seed=1)
+    p = ns.sampling_distribution(logits_of(0.3, 0.5, 0.2), columns(1, temperature=0.5, top_p=0.5), np.arange(1))
+    for luck in (0.0, 0.5, 0.999):
+        row = ns.verified_law(p, torch.tensor([[0.2, 0.2, 0.6]]), torch.tensor([0]), torch.tensor([luck], dtype=torch.float64))
+        assert row[0, 0] == 0 and row[0, 1] > 0
+
+
+# ---- length, start-up, counters
+
+def test_the_length_follows_success_and_failures_cost_little():
+    length = ns.DraftLength(ns.EngineConfig(num_speculative_tokens=8), 1)
+    row = np.zeros(1, np.int64)
+    length.reset(0)
+    grown = []
+    for _ in range(4):
+        grown.append(int(length.wanted(row)[0]))
+        length.learn(0, grown[-1], grown[-1])
+    assert grown == [2, 4, 8, 8]
+    length.learn(0, 8, 3)
+    assert length.wanted(row)[0] == 3
+    drafted = []
+    for _ in range(1000):  # a text that is never guessed
+        drafted.append(int(length.wanted(row)[0]))
+        if drafted[-1]:
+            length.learn(0, drafted[-1], 0)
+    assert sum(drafted) <= 3 + 6 + 1000 / 65 and drafted[-200:].count(1) >= 3
+    fixed = ns.DraftLength(ns.EngineConfig(num_speculative_tokens=8, adapt_draft_length=False), 1)
+    fixed.reset(0)
+    fixed.learn(0, 8, 0)
+    assert fixed.wanted(row)[0] == 8
+
+
+def test_the_draft_model_is_in_the_arithmetic_of_the_start():
+    llm = drafting_llm("small", num_kv_blocks=129)
+    report, core = "\n".join(llm.core.report), llm.core
+    assert "129 blocks x 16 tokens x (512 B (float32) + 256 B of the draft model) = 1.5 MiB" in report
+    assert "draft model toy" in report
+    held = sum(kv.data.nbytes for kv in (*core.runner.kv, *core.runner.draft_model.kv))
+    assert core.stats()["kv_bytes"] == held == 129 * 16 * 768 and core.stats()["draft_model_bytes"] > 100_000
+
+
+def test_a_gpu_pool_is_nine_tenths_of_what_the_weights_left(monkeypatch):
+    """24 GiB, of which weights took 16 by the time the pool is sized."""
+    left = {"bytes": 24 << 30}
+    monkeypatch.setattr(kernels, "free_memory", lambda device: left["bytes"])
+    original = ns.Model.__init__
+
+    def load(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        left["bytes"] -= 8 << 30  # the draft model's too
+
+    monkeypatch.setattr(ns.Model, "__init__", load)
+    sizes, size_pool = [], ns.EngineCore._size_pool
+
+    def as_on_a_gpu(core, target, draft, device, window):
+        core.config = dataclasses.replace(core.config, num_kv_blocks=None, max_num_seqs=2048, max_num_batched_tokens=2048)
+        core.max_model_len = 1 << 22
+        sizes.append(size_pool(core, target, draft, torch.device("cuda"), window))
+        core.max_model_len = 2048
+        return 40
+
+    monkeypatch.setattr(ns.EngineCore, "_size_pool", as_on_a_gpu)
+    drafting_llm("small")
+    assert sizes == [(8 << 30) * 9 // 10 // (16 * 768)]
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(speculative="draft"), ["speculative_model"]), (dict(speculative="medusa"), ["speculative", "ngram"]),
+    (dict(speculative="ngram", speculative_model="toy"), ["speculative_model"]),
+    (dict(prompt_lookup_min=5), ["prompt_lookup_min", "prompt_lookup_max"]),
+    (dict(num_speculative_tokens=0), ["num_speculative_tokens"]), (dict(speculative_model="nowhere"), ["nowhere"])], ids=str)
+def test_speculation_that_cannot_work_is_refused_by_name(options, words):
+    with pytest.raises(ValueError) as caught:
+        toy_llm(**options)
+    one_sentence(caught.value, *words)
+
+
+def test_a_draft_model_with_another_vocabulary_or_a_windowed_target_is_refused(monkeypatch):
+    monkeypatch.setattr(checkpoints.Toy, "tokenizer", lambda self, made=[]: made.append(1) or (
+        checkpoints.Tokenizer.byte() if len(made) == 1 else checkpoints.Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})))))
+    with pytest.raises(ValueError) as caught:
+        toy_llm(speculative_model="toy")
+    one_sentence(caught.value, "vocabulary")
+    monkeypatch.undo()
+    with toy_config(sliding_window=8), pytest.raises(ValueError) as caught:
+        toy_llm(speculative_model="toy")
+    one_sentence(caught.value, "window")
+
+
+def test_a_model_that_drafts_for_itself_is_always_right():
+    llm = drafting_llm("itself", num_speculative_tokens=3, adapt_draft_length=False)
+    ask(llm, "abcabc", greedy(25, ignore_eos=True))
+    stats = llm.core.stats()  # 3 + 1 tokens come at once
     assert stats["spec_rounds"] == 6 == stats["spec_bonus"] and stats["spec_drafted"] == stats["spec_accepted"] == 18
     assert stats["spec_accepted_per_position"] == stats["spec_drafted_per_position"] == [6, 6, 6]
     assert stats["spec_mean_acceptance_length"] == 4 and stats["draft_model_bytes"] == stats["weight_bytes"]
-    assert stats["kv_bytes"] == 200 * 16 * 1024 and any("draft model" in line for line in llm.core.report)
 
 
-def test_draft_length_follows_success():
-    length, rows = ns.DraftLength(ns.EngineConfig(num_speculative_tokens=8), 2), np.array([0])
-    length.reset(0)
-    seen = [int(length.wanted(rows)[0])]
-    for drafted, accepted in ((2, 2), (4, 4), (8, 3)):
-        length.learn(0, drafted, accepted)
-        seen.append(int(length.wanted(rows)[0]))
-    assert seen == [2, 4, 8, 3]
-    pauses = []
-    for _ in range(8):
-        length.learn(0, 1, 0)
-        pauses.append(sum(1 for _ in itertools.takewhile(lambda n: n == 0, (int(length.wanted(rows)[0]) for _ in range(100)))))
-    assert pauses == [2, 4, 8, 16, 32, 64, 64, 64]  # vain tries get rare
+def test_counters_by_place_add_up():
+    stats = drafting_llm("itself").core.stats()
+    assert not any(name.startswith("spec_") for name in stats)
+    h = scheduler_harness(num_blocks=64, block_size=4, budget=64, max_len=64)
+    h.add("R", [1, 2, 3], 20)
+    h.step(lambda rid, ids: 5)
+    for drafts, got in (([6, 7, 9], [6, 7, 8]), ([1, 2], [1, 2, 3]), ([4], [9])):
+        h.draft("R", drafts)
+        h.step(lambda rid, ids: got)
+    assert h.scheduler.speculation.summary() == dict(
+        spec_rounds=3, spec_drafted=6, spec_accepted=4, spec_bonus=1, spec_mean_acceptance_length=1 + 4 / 3,
+        spec_drafted_per_position=[3, 2, 1], spec_accepted_per_position=[2, 2, 0])
 
 
 # ==================================================================================================
