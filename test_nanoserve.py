@@ -4338,7 +4338,7 @@ def test_one_round_by_hand():
 LETTERS = [65, 66, 67]  # all that the next test allows
 
 
-def counted(llm, n=6000):
+def counted(llm, n=3000):
     """How often each of the 81 outputs of four letters came."""
     params = [ns.SamplingParams(max_tokens=4, temperature=5.0, seed=i, allowed_token_ids=LETTERS, detokenize=False) for i in range(n)]
     outputs = ask(llm, [[65, 66, 67, 65, 67, 66, 65]] * n, params)
@@ -4363,7 +4363,7 @@ def test_sampled_outputs_follow_the_law_through_the_whole_engine(drafter):
     llm = drafting_llm(drafter, **BUSY)
     expect_counts(counted(llm), law_of_letters())
     stats = llm.core.stats()
-    assert stats["spec_accepted"] > 1000 and stats["spec_drafted"] - stats["spec_accepted"] > 1000
+    assert stats["spec_accepted"] > 500 and stats["spec_drafted"] - stats["spec_accepted"] > 500
 
 
 def test_a_biased_rule_is_seen_through_the_whole_engine(monkeypatch):
