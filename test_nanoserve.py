@@ -237,7 +237,7 @@ def test_nanoserve_stays_readable_in_one_sitting():
     assert 0.18 < prose / sum(map(bool, lines)) < 0.42
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench_quant, lessons], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench_quant, bench_spec, lessons], ids=lambda m: m.__name__)
 def test_the_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -6964,7 +6964,7 @@ def test_bench_quant_compares_distributions_and_speeds(capsys):
 def test_bench_spec_shows_acceptance_and_speed(capsys):
     assert bench.main(["spec", "--quick", "--model", "toy", "--speculative-model", "toy"]) == 0
     rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
-    assert {row["drafter"] for row in rows} == {"ngram", "draft"} and len(rows) == 2 * len(bench_spec.ROWS)
+    assert {row["drafter"] for row in rows} == {"ngram", "draft"} and len(rows) == 2 * bench_spec.QUICK_ROWS
     drafted = [row for row in rows if row["drafter"] == "draft" and row["temperature"] == 0]
     assert all(row["acceptance"] == 1 and row["tokens_per_call"] > 2 for row in drafted)  # the model drafts for itself
     assert all(row["speedup"] > 0 and row["predicted"] > 0 for row in rows)
