@@ -4353,7 +4353,7 @@ LETTERS = [65, 66, 67]  # all that the next test allows
 
 def counted(llm, n=3000):
     """How often each of the 81 outputs of four letters came."""
-    params = [ns.SamplingParams(max_tokens=4, temperature=5.0, seed=i, allowed_token_ids=LETTERS, detokenize=False) for i in range(n)]
+    params = [ns.SamplingParams(max_tokens=4, temperature=7.0, seed=i, allowed_token_ids=LETTERS, detokenize=False) for i in range(n)]
     outputs = ask(llm, [[65, 66, 67, 65, 67, 66, 65]] * n, params)
     counts = Counter(tuple(o.outputs[0].token_ids) for o in outputs)
     return [counts[t] for t in itertools.product(LETTERS, repeat=4)]
@@ -4363,7 +4363,7 @@ def counted(llm, n=3000):
 def law_of_letters():
     law, prompt = [], (65, 66, 67, 65, 67, 66, 65)
     for tokens in itertools.product(LETTERS, repeat=4):
-        rows = [(plain_logits(prompt + tokens[:i])[-1][LETTERS].double() / 5.0).softmax(-1) for i in range(4)]
+        rows = [(plain_logits(prompt + tokens[:i])[-1][LETTERS].double() / 7.0).softmax(-1) for i in range(4)]
         law.append(math.prod(row[LETTERS.index(token)].item() for row, token in zip(rows, tokens)))
     return law
 
