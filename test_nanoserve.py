@@ -4348,23 +4348,23 @@ def test_drawn_drafts_and_their_judgement_give_the_law():
     assert abs((tokens == drafts).double().mean() - 0.7) < 0.01
 
 
-LETTERS = [65, 66, 67]  # all that the next test allows
+ALLOWED = [65, 66, 67]  # all that the next test allows
 
 
 def counted(llm, n=3000):
     """How often each of the 81 outputs of four letters came."""
-    params = [ns.SamplingParams(max_tokens=4, temperature=7.0, seed=i, allowed_token_ids=LETTERS, detokenize=False) for i in range(n)]
+    params = [ns.SamplingParams(max_tokens=4, temperature=7.0, seed=i, allowed_token_ids=ALLOWED, detokenize=False) for i in range(n)]
     outputs = ask(llm, [[65, 66, 67, 65, 67, 66, 65]] * n, params)
     counts = Counter(tuple(o.outputs[0].token_ids) for o in outputs)
-    return [counts[t] for t in itertools.product(LETTERS, repeat=4)]
+    return [counts[t] for t in itertools.product(ALLOWED, repeat=4)]
 
 
 @functools.cache
 def law_of_letters():
     law, prompt = [], (65, 66, 67, 65, 67, 66, 65)
-    for tokens in itertools.product(LETTERS, repeat=4):
-        rows = [(plain_logits(prompt + tokens[:i])[-1][LETTERS].double() / 7.0).softmax(-1) for i in range(4)]
-        law.append(math.prod(row[LETTERS.index(token)].item() for row, token in zip(rows, tokens)))
+    for tokens in itertools.product(ALLOWED, repeat=4):
+        rows = [(plain_logits(prompt + tokens[:i])[-1][ALLOWED].double() / 7.0).softmax(-1) for i in range(4)]
+        law.append(math.prod(row[ALLOWED.index(token)].item() for row, token in zip(rows, tokens)))
     return law
 
 
@@ -5018,16 +5018,18 @@ def test_a_failing_step_fails_alone(place, error):
     assert llm.core.stats()["preemptions"] > 0
 
 
-def random_engine_workload(seed, num_steps=120):
+def random_engine_workload(seed, num_steps=120, **options):
     """Adds, aborts, stop strings and faults on the real engine; whole answers are plain ones."""
     rng = random.Random(seed)
     llm = toy_llm(
         num_kv_blocks=rng.choice((14, 40)), block_size=rng.choice((4, 8)),
         max_num_seqs=rng.randint(2, 6), max_num_batched_tokens=rng.choice((7, 30)),
         scheduling_policy=("fcfs", "priority")[seed % 2], enable_prefix_caching=seed % 3 > 0,
-        reserve_full_sequence=False)
+        reserve_full_sequence=False, **options)
     total = llm.core.scheduler.kv.pool.num_free
     alive, jobs, done = {}, mixed_jobs(), Counter()
+    if "speculative_model" in options:  # its drafts keep the tokens of greedy requests
+        jobs = [(prompt, kwargs | dict(temperature=0.0)) for prompt, kwargs in jobs]
     for _ in range(num_steps):
         if rng.random() < 0.5 and len(alive) < 12:
             prompt, kwargs = rng.choice(jobs)
@@ -5069,6 +5071,13 @@ def test_random_workloads_of_the_whole_engine():
     assert done["stop string"] > 10, done
     assert done["error"] > 5, done
     assert done["preemptions"] > 20, done
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "itself"])
+def test_random_workloads_with_drafts(drafter):
+    """The same with aborts, faults, stop strings and preemptions in the middle of verified runs."""
+    done = sum((random_engine_workload(seed, **DRAFTING[drafter]) for seed in range(6)), Counter())
+    assert done["length"] > 30 and done["stop string"] > 5 and done["error"] > 5 and done["preemptions"] > 5
 
 
 def test_phases_sum_to_wall_time():
