@@ -5174,10 +5174,10 @@ ENGINE_MUTANTS = {
         "block_id * block_size + (pos + 1) % block_size",
         lambda: test_blocks_and_slots_at_their_borders()),
     "noise of the batch and not of the request": (
-        "self.num_tokens[rows] - self.prompt_len[rows]", "np.arange(len(rows))",
+        "positions - self.prompt_len[rows], rules", "np.arange(len(rows)), rules",
         lambda: expect_plain(toy_llm(), mixed_jobs()[:8])),
     "the sampled token is forgotten": (
-        "self.num_tokens[request.row] += 1", "self.num_tokens[request.row] += 0",
+        "self.num_tokens[request.row] += len(tokens)", "self.num_tokens[request.row] += 0",
         lambda: expect_plain(toy_llm(), mixed_jobs()[:8])),
     "new blocks are not committed": (
         "self.num_blocks[row] += len(block_ids)", "self.num_blocks[row] += 0",
