@@ -60,6 +60,7 @@ import bench_spec  # noqa: E402
 import checkpoints  # noqa: E402
 import kernels  # noqa: E402
 import lessons  # noqa: E402
+import lessons_kernels  # noqa: E402
 import nanoserve as ns  # noqa: E402
 import quantized  # noqa: E402
 
@@ -237,7 +238,7 @@ def test_nanoserve_stays_readable_in_one_sitting():
     assert 0.18 < prose / sum(map(bool, lines)) < 0.42
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench_quant, lessons], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench_quant, lessons, lessons_kernels], ids=lambda m: m.__name__)
 def test_the_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -6715,7 +6716,8 @@ def run_bench(*argv, interpret=False):
                           capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", [bench, bench_kernels, bench_quant, bench_spec, lessons, checkpoints, quantized], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [bench, bench_kernels, bench_quant, bench_spec, lessons, lessons_kernels, checkpoints,
+                                    quantized], ids=lambda m: m.__name__)
 def test_contents_name_every_section_and_the_file_stays_small(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
     contents = module.__doc__[module.__doc__.index("CONTENTS") :]
@@ -6912,42 +6914,159 @@ if __name__ == "__main__" and WORKER:
 # ==================================================================================================
 # Lessons: the articles, run
 # ==================================================================================================
+# Every number of the articles comes out of the engine, and would not come out of a broken one.
 
 
-@pytest.mark.parametrize("number", [*dict.fromkeys(number[0] for number in lessons.EXAMPLES)])
-def test_every_number_of_a_lesson_is_the_article_s(number, capsys):
-    lessons.run_lesson({"number": number})
-    assert "every number as in the articles" in capsys.readouterr().out
+def lesson_numbers(text):
+    """The figures of a claim's or table's line, commas dropped."""
+    return [float(word) for word in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", text.replace(",", ""))]
 
 
-@pytest.mark.parametrize("number,where,name,broken", [
-    ("3.2", ns, "slot_of", lambda block_id, pos, BS: block_id * BS - pos % BS),
-    ("3.1", ns, "cdiv", lambda a, b: a // b),
-    ("6.1", kernels, "quantize_int4", lambda w, group=32: kernels.quantize_int8(w)),
-    ("6.3", ns, "kv_bytes_per_token", lambda *a: 4096),
-    ("6.7", lessons, "gptq", lambda w, hessian, quantize: quantize(w))])
-def test_a_broken_engine_fails_its_lesson(number, where, name, broken, monkeypatch):
-    monkeypatch.setattr(where, name, broken)
-    with pytest.raises((lessons.WrongNumber, ValueError, AssertionError)):
-        lessons.run_lesson({"number": number})
-
-
-@pytest.mark.parametrize("command,words", [
-    ("capacity --config Qwen3-0.6B --lengths 17 32", ["112 KiB per token", "5.35938"]),
-    ("slots --table 7,3,11 --block 4 --pos 9", ["slot 11 * 4 + 1 = 45"]),
-    ("simulate --budget 6 --chunk 4 A:0:4:2 B:0:8:3 C:1:3:2", ["A ends", "C ends", "19"])])
-def test_tools_show_the_articles_figures(command, words, capsys):
-    assert bench.main(command.split()) == 0
+@pytest.mark.parametrize("article", "1234567")
+def test_every_number_of_a_lesson_is_the_articles(article, capsys):
+    assert bench.main(["lesson", article]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in words), out
+    numbers = re.findall(r"^(\d\.\d)   ", out, re.M)
+    assert numbers == [n for n in lessons.EXAMPLES if n[0] == article] and len(numbers) >= 4
+    last = out.splitlines()[-1]
+    assert last == f"{len(numbers)} examples, every number as in the articles"
+    sources = re.findall(r"(computed|measured|quoted)(?:$|, )", out, re.M)
+    assert len(sources) > len(numbers)  # no figure without its source
 
 
-@pytest.mark.parametrize("command", ["capacity --config nope", "capacity --config Qwen3-0.6B --tp 3", "slots --table 7 --block 4 --pos 9",
-                                     "simulate A:0:4", "simulate A:0:4:x", "lesson 9", "lesson 4.99"])
-def test_tools_refuse_bad_input_in_one_sentence(command, capsys):
+def test_one_example_runs_alone(capsys):
+    assert bench.main(["lesson", "5.5"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\d\.\d)   ", out, re.M) == ["5.5"] and "1 example, every" in out
+
+
+def times(factor, name):
+    """quantize_int4 or the like, its scales wrong by a factor."""
+    def broken(*args, real=getattr(kernels, name)):
+        weight = real(*args)
+        return ns.replace(weight, scales=weight.scales * factor)
+    return broken
+
+
+def resampled(p, q, drafts, luck):
+    """The biased rule: a rejected draft is replaced from p, not from what p has more than q."""
+    at = drafts[:, None]
+    accepted = luck[:, None] * q.gather(1, at) < p.gather(1, at)
+    return torch.where(accepted, torch.zeros_like(p).scatter_(1, at, 1), p)
+
+
+@pytest.mark.parametrize("number, owner, name, broken", [
+    ("1.3", kernels, "visible", lambda q_len, n, window, real=kernels.visible: real(q_len, n, window) | True),
+    ("1.4", ns, "kv_bytes_per_token", lambda L, KH, D, size=2, scale=0: L * KH * D * size),
+    ("2.1", ns.IncrementalDetokenizer, "take_delta", lambda self: ""),
+    ("2.6", ns.ModelRunner, "_append_blocks", lambda self, row, block_ids: None),
+    ("3.1", ns, "cdiv", lambda a, b: a // b),
+    ("3.2", ns, "slot_of", lambda block_id, pos, BS: block_id * BS - pos % BS),
+    ("3.4", ns.BlockPool, "free_blocks", lambda self, blocks, real=ns.BlockPool.free_blocks: real(self, blocks[::-1])),
+    ("4.2", ns.KVCacheManager, "find_cached_blocks", lambda self, request: []),
+    ("5.3", ns.Request, "num_tokens_to_compute", property(lambda self: self.num_tokens - self.num_computed_tokens)),
+    ("5.5", ns.Scheduler, "_chunk", lambda self, count: count),
+    ("6.1", kernels, "quantize_int4", times(1.1, "quantize_int4")),
+    ("6.4", lessons_kernels, "gptq", lambda w, hessian, quantize: quantize(w)),
+    ("6.5", ns, "kv_bytes_per_token", lambda L, KH, D, size=2, scale=0: 2 * L * KH * D * size),
+    ("6.6", ns, "verified_law", resampled),
+    ("6.7", ns, "verified_law", resampled),
+    ("7.1", kernels, "tiled_attention", lambda *args, real=kernels.tiled_attention: real(*args[:3], 64, *args[4:])),
+    ("7.2", kernels, "online_softmax", lambda tiles, rescale=True, real=kernels.online_softmax: real(tiles, False)),
+    ("7.4", kernels, "merge_pieces", lambda outs, lses: (outs.mean(0), lses.logsumexp(0))),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_a_broken_engine_is_caught_by_its_lesson(number, owner, name, broken, monkeypatch, capsys):
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(lessons.WrongNumber, match=f"^lesson {number} "):
+        lessons.run_lesson({"number": number})
+    assert bench.main(["lesson", number]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: lesson {number} (") and err.count("\n") == 1
+
+
+def test_capacity_prints_the_articles_figures(capsys):
+    def capacity(options):
+        assert bench.main(["capacity", *options.split()]) == 0
+        return capsys.readouterr().out.splitlines()
+    short = capacity("--config Qwen3-0.6B --lengths 17 32 4096")
+    assert "28 layers x 8 KV heads x 128, bf16: 112 KiB per token" in short[0] and "computed" in short[0]
+    assert [lesson_numbers(line) for line in short[5:8]] == [
+        [17, 2, 1.85938, 3.5, 3.5], [32, 2, 3.5, 3.5, 3.5], [4096, 256, 448, 448, 448]]
+    split = capacity("--config Qwen3-0.6B --tp 4 --pp 2 --lengths 4096")
+    assert "= 8 ranks" in split[1] and lesson_numbers(split[6]) == [4096, 256, 448, 448, 56]
+    assert "held 2 x" in capacity("--config Qwen3-0.6B --tp 16")[1]  # replicated heads
+    assert "15 requests of 8,192 at once" in capacity("--config Llama-3-8B")[-1]  # not 16: the null block
+    int8 = capacity("--config Qwen3-0.6B --memory 1GiB --dtype int8")[-1]
+    assert "1,134 blocks" in int8
+    two = capacity("--config SmolLM2-135M --tp 3 --dp 2 --memory 16GiB --block-size 16")
+    assert "7.5" in two[3] and "2 pools" in two[-1]
+
+
+def test_capacity_reads_a_checkpoint_folder(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(lessons.SHAPES["Llama-3.1-70B"]))
+    assert bench.main(["capacity", "--config", str(tmp_path)]) == 0
+    assert "bf16: 320 KiB per token" in capsys.readouterr().out
+
+
+def test_slots_prints_the_way_to_a_slot(capsys):
+    assert bench.main("slots --table 7,3,11 --block 4 --pos 9 0 7".split()) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "position 9: block 9 // 4 = 2 of the table, offset 9 % 4 = 1; table[2] = 11; slot 11 * 4 + 1 = 45",
+        "position 0: block 0 // 4 = 0 of the table, offset 0 % 4 = 0; table[0] = 7; slot 7 * 4 + 0 = 28",
+        "position 7: block 7 // 4 = 1 of the table, offset 7 % 4 = 3; table[1] = 3; slot 3 * 4 + 3 = 15"]
+
+
+def test_simulate_prints_the_articles_rounds(capsys):
+    assert bench.main("simulate --budget 6 --chunk 4 A:0:4:2 B:0:8:3 C:1:3:2".split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.split(r"  +", line.strip(), maxsplit=5) for line in lines[:-1]]
+    assert rows == [["round", "A", "B", "C", "sum", "sampled"],
+                    ["0", "4", "2", "-", "6", "A"], ["1", "1", "4", "1", "6", "A ends"],
+                    ["2", "-", "2", "2", "4", "B, C"], ["3", "-", "1", "1", "2", "B, C ends"],
+                    ["4", "-", "1", "-", "1", "B ends"],
+                    ["computed", "5", "10", "4", "19"], ["all", "6", "11", "5"]]
+    assert "preemptions 0" in lines[-1]
+
+
+def test_simulate_preempts_by_policy(capsys):
+    requests = "A:0:8:6:2 B:0:8:6:0 C:1:4:3:1".split()
+    def total(*options):
+        assert bench.main(["simulate", "--blocks", "7", "--block-size", "4", *options, *requests]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "preemptions 0" not in lines[-1] and any(" x " in line for line in lines)
+        return lesson_numbers(lines[-3])[-1]
+    assert total("--no-prefix-caching") == total("--policy", "priority", "--no-prefix-caching") == 44
+    assert total() == 36 and total("--policy", "priority") == 40
+
+
+@pytest.mark.parametrize("command, words", [
+    ("capacity --config nope", "no config.json"),
+    ("capacity --config Qwen3-0.6B --tp 3", "--tp 3 does not divide 16"),
+    ("capacity --config Qwen3-0.6B --pp 29", "--pp 29"),
+    ("capacity --config Qwen3-0.6B --memory 1KiB", "holds no block"),
+    ("capacity --config Qwen3-0.6B --memory much", "--memory"),
+    ("slots --table 7 --block 4 --pos 9", "position 9 is outside"),
+    ("slots --table 7 --block 4 --pos -1", "position -1 is outside"),
+    ("simulate A:0:4", "id:arrival:prompt:output"),
+    ("simulate A:0:4:x", "'A:0:4:x'"),
+    ("simulate A:0:4:2 A:0:4:2", "ids differ"),
+    ("simulate A:0:0:2", "at least 1"),
+    ("simulate --blocks 3 A:0:100:2", "KV blocks"),
+    ("lesson 9", "there is no lesson 9"),
+    ("lesson 4.99", "there is no lesson 4.99"),
+])
+def test_tools_refuse_bad_input_in_one_sentence(command, words, capsys):
     assert bench.main(command.split()) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err, err
+
+
+@pytest.mark.parametrize("command", ["slots --table 7,x --block 4 --pos 0", "slots --table 7 --block 0 --pos 0",
+                                     "simulate --budget 0 A:0:1:1", "capacity --config Qwen3-0.6B --tp 0"])
+def test_tools_refuse_options_that_are_no_numbers(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(command.split())
+    assert stop.value.code == 2 and "error: argument --" in capsys.readouterr().err
 
 
 # ---- bench.py quant
