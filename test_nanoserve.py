@@ -21,6 +21,7 @@ import os
 import pickle
 import random
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -7067,6 +7068,91 @@ def test_tools_refuse_options_that_are_no_numbers(command, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(command.split())
     assert stop.value.code == 2 and "error: argument --" in capsys.readouterr().err
+
+
+# ---- README: what it says to type works, verbatim
+
+README = (HERE / "README.md").read_text(encoding="utf-8")
+
+
+def readme_commands():
+    """Every `python nanoserve.py ...` and `python bench.py ...` of the README, whole lines and inline."""
+    found = re.findall(r"(?:^(?:\$ |pip .* && )?|`)(python (?:nanoserve|bench)\.py[^`\n]*)", README, re.M)
+    return [*dict.fromkeys(found)]
+
+
+@pytest.fixture(scope="module")
+def readme_folder(tmp_path_factory):
+    """A folder in which the README's commands and code find the files they name."""
+    folder = tmp_path_factory.mktemp("readme")
+    jobs = re.search(r"^\$ cat jobs.jsonl\n(.*?)^\$ ", README, re.M | re.S)[1]
+    for name in ("jobs.jsonl", "prompts.jsonl"):
+        (folder / name).write_text(jobs)
+    return folder
+
+
+@pytest.mark.parametrize("line", [c for c in readme_commands() if re.search(r"bench.py (lesson \d\.|capacity|slots|simulate)|nanoserve.py (list|generate .*toy)", c)])
+def test_commands_of_the_readme_run(line, readme_folder, monkeypatch, capsys):
+    monkeypatch.chdir(readme_folder)
+    _, file, *argv = shlex.split(line)
+    assert {"bench.py": bench, "nanoserve.py": ns}[file].main(argv) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 4 or "--output" in argv or "slots" in argv
+
+
+@pytest.mark.parametrize("line", readme_commands())
+def test_commands_of_the_readme_are_understood(line, monkeypatch):
+    """Of those that take minutes: the options exist. Their small versions run in the tests of bench.py."""
+    _, file, *argv = shlex.split(line)
+    if file == "nanoserve.py":
+        name = argv.pop(0) if argv and not argv[0].startswith("-") else "chat"
+        ns.make_parser(name).parse_args(argv)
+        return
+    asked, module = [], bench.COMMANDS[argv[0]][0]
+    home = importlib.import_module(module) if module else bench
+    monkeypatch.setattr(home, f"run_{argv[0]}", asked.append)
+    assert bench.main(argv) == 0 and len(asked) == 1
+
+
+def test_the_trace_of_the_readme_is_what_it_says(readme_folder, monkeypatch, capsys):
+    line = next(c for c in readme_commands() if "--trace t.jsonl" in c)
+    monkeypatch.chdir(readme_folder)
+    assert ns.main(shlex.split(line)[2:]) == 0
+    first = json.loads(Path("t.jsonl").read_text().splitlines()[0])
+    assert "schedules 39, 7 and 26 tokens" in README and "`[1, 2, 3]` and `[1, 2, 4]`" in README
+    assert list(first["scheduled"].values()) == [39, 7, 26]
+    assert [*first["tables"].values()][:2] == [[1, 2, 3], [1, 2, 4]]
+
+
+def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    config, tensors = toy_tensors()
+    biases = {f"model.layers.{layer}.self_attn.{name}_proj.bias": torch.ones(n)
+              for layer in range(2) for name, n in (("q", 64), ("k", 32), ("v", 32))}
+    toy_folder(tmp_path / "my-model", {f"{name}.weight": x.clone() for name, x in tensors.items()} | biases,
+               config | {"architectures": ["OrionForCausalLM"]})
+    checkpoints.Tokenizer.byte().backend.save(str(tmp_path / "my-model" / "tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
+    tables = [(table, {*table}) for table in (ns.POLICIES, ns.DRAFTERS, ns.QUANTS, ns.ARCHS, kernels.ATTENTION, lessons.EXAMPLES)]
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    try:
+        for block in blocks:
+            exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+        new = [sorted({*table} - keys) for table, keys in tables]
+    finally:
+        for table, keys in tables:
+            for key in {*table} - keys:
+                del table[key]
+    assert len(blocks) == 2 and new == [["shortest"], ["echo"], ["large"], ["OrionForCausalLM"], ["mine"], ["8.1"]]
+    assert "45  computed" in capsys.readouterr().out
+
+
+def test_the_readme_stays_short_and_names_what_exists():
+    assert len(README.splitlines()) <= 250
+    for number in re.findall(r"bench.py lesson (\d\.\d)", README):
+        assert number in lessons.EXAMPLES or number == "8.1"
+    for article in "1234567":
+        assert f"`python bench.py lesson {article}`" in README
+    for name in re.findall(r"`(\w+\.(?:py|c))`", README):
+        assert (HERE / name).is_file(), name
 
 
 # ---- bench.py quant
