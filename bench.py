@@ -8,6 +8,7 @@
     python bench.py kernels --static                   compiled for four GPUs: spills, roofline
     python bench.py quant                              weight and KV formats: quality beside speed
     python bench.py spec                               what drafting gains, and where it does not
+    python bench.py latency | prefix | chunk | switches    what people feel (bench_serving.py)
     python bench.py lesson all                         the articles' examples (lessons.py)
 
 A measurement prints its own command line, the commit, the machine, versions and (throughput) the
@@ -509,6 +510,10 @@ COMMANDS = {  # name: (module, None for this one; words for --help)
     "kernels": ("bench_kernels", "Triton kernels: speed, or what they compile to"),
     "quant": ("bench_quant", "weight and KV formats: divergence from bf16 beside speed"),
     "spec": ("bench_spec", "drafts: acceptance, tokens per call, speed-up"),
+    "latency": ("bench_serving", "open-loop arrivals: TTFT, ITL, TPOT, E2E, goodput"),
+    "prefix": ("bench_serving", "prefix caching, on and off: prefix length x output length"),
+    "chunk": ("bench_serving", "chunk size: gaps of the others, TTFT of a long prompt"),
+    "switches": ("bench_serving", "every optimisation off in turn, and what that costs"),
     "lesson": ("lessons", "the articles' worked examples, run and compared"),
     "capacity": ("lessons", "KV cache of a config.json: per token, rank, request, pool"),
     "simulate": ("lessons", "rounds of the scheduler for id:arrival:prompt:output ..."),

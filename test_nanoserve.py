@@ -38,6 +38,7 @@ import zipfile
 from array import array
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 WORKER = "--kernel-worker" in sys.argv  # a child process that compiles for, or runs on, a GPU
 if not WORKER:
@@ -56,7 +57,9 @@ sys.path.insert(0, str(HERE))  # also when another script loads this file
 
 import bench  # noqa: E402
 import bench_kernels  # noqa: E402
+import bench_plot  # noqa: E402
 import bench_quant  # noqa: E402
+import bench_serving  # noqa: E402
 import bench_spec  # noqa: E402
 import checkpoints  # noqa: E402
 import kernels  # noqa: E402
@@ -239,7 +242,8 @@ def test_nanoserve_stays_readable_in_one_sitting():
     assert 0.18 < prose / sum(map(bool, lines)) < 0.42
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench_quant, lessons, lessons_kernels], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench, bench_plot, bench_quant, lessons,
+                                    lessons_kernels], ids=lambda m: m.__name__)
 def test_the_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -6717,8 +6721,8 @@ def run_bench(*argv, interpret=False):
                           capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", [bench, bench_kernels, bench_quant, bench_spec, lessons, lessons_kernels, checkpoints,
-                                    quantized], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [bench, bench_kernels, bench_plot, bench_quant, bench_serving, bench_spec, lessons,
+                                    lessons_kernels, checkpoints, quantized], ids=lambda m: m.__name__)
 def test_contents_name_every_section_and_the_file_stays_small(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
     contents = module.__doc__[module.__doc__.index("CONTENTS") :]
@@ -7068,6 +7072,103 @@ def test_tools_refuse_options_that_are_no_numbers(command, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(command.split())
     assert stop.value.code == 2 and "error: argument --" in capsys.readouterr().err
+
+
+# ---- bench.py latency, prefix, chunk, switches
+
+@pytest.fixture(scope="module")
+def served():
+    return ns.LLM(model="toy", max_model_len=2048, num_kv_blocks=256, max_num_seqs=1)
+
+
+def test_serving_clocks_start_at_the_arrival(served):
+    trips = bench_serving.drive(served, [bench_serving.Job(0.05, [7] * 30, 3), bench_serving.Job(0.0, [5] * 30, 40)])
+    first, second = trips  # by arrival; one seat: the second has to wait for the end of the first
+    assert (first.at, second.at) == (0.0, 0.05) and len(first.times) == 40 and len(second.times) == 3
+    assert second.times[0] > first.times[-1] and second.ttft == second.times[0] - 0.05
+    assert second.e2e == pytest.approx(second.ttft + sum(second.gaps)) and len(second.gaps) == 2
+    idle = bench_serving.drive(served, [bench_serving.Job(0.2, [6] * 30, 1)])
+    assert idle[0].times[0] >= 0.2 and idle[0].tpot == 0
+
+
+def test_serving_goodput_counts_who_kept_both_limits():
+    trips = [bench_serving.Trip(0.0, None, [0.5, 0.6, 0.7]), bench_serving.Trip(1.0, None, [2.5, 2.6, 2.7]),
+             bench_serving.Trip(1.0, None, [1.5, 1.9, 4.0])]
+    row = bench_serving.summary([dataclasses.replace(t, parent=types.SimpleNamespace(num_cached_tokens=3)) for t in trips], (1000, 200))
+    assert row["good"] == pytest.approx(1 / 3) and row["goodput"] == pytest.approx(0.25) and row["cached"] == 9
+    assert row["ttft"]["mean"] == pytest.approx(2500 / 3) and row["e2e"]["p99"] == pytest.approx(3000)
+    assert row["itl"]["p50"] == pytest.approx(100) and row["tpot"]["p99"] == pytest.approx(1250)
+
+
+def test_serving_arrivals_are_poisson():
+    moments = bench_serving.arrivals(4000, 5.0)
+    gaps = np.diff(moments)  # exponential: mean and deviation are both 1/rate
+    assert moments[0] == 0 and abs(gaps.mean() * 5 - 1) < 0.06 and abs(gaps.std() * 5 - 1) < 0.1
+    assert bench_serving.arrivals(10, 5.0) == moments[:10] != bench_serving.arrivals(10, 5.0, seed=1)
+
+
+def test_serving_work_shares_what_users_share(served):
+    def common(a, b):
+        return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    chat, rag, code = (bench_serving.make_prompts(served, work, 12) for work in ("chat", "rag", "code"))
+    assert bench_serving.make_prompts(served, "rag", 12) == rag
+    assert common(chat[0], chat[1]) >= len(chat[0]) - 12  # the next turn of the same conversation
+    assert common(chat[0], chat[3]) >= 200  # the system prompt
+    assert common(rag[0], rag[4]) > 1000 > 200 > common(rag[0], rag[1])  # the same document, another
+    assert len({tuple(ids) for ids in code}) > 6 and all(map(len, code))
+
+
+@pytest.mark.parametrize("name", ["latency", "prefix", "chunk", "switches"])
+def test_serving_experiments_print_one_json_object(name, tmp_path, capsys):
+    plot = [] if name == "switches" else ["--plot", str(tmp_path / "a.svg")]
+    assert bench.main([name, "--quick", "--model", "toy", "--json", str(tmp_path / "r.jsonl"), *plot]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "r.jsonl").read_text()) and result["source"] == "measured"
+    assert result["commit"] and result["machine"]["cores"] and result["versions"]["torch"] and result["kv_blocks"]
+    rows = result["rows"]
+    if name == "prefix":
+        hits = {(row["prefix"], row["case"]): row["hits"] for row in rows}
+        assert hits == {(128, "second"): 128, (512, "second"): 512, (512, "first token"): 0, (512, "salt"): 0}
+        assert all(row["same"] for row in rows)
+    elif name == "chunk":
+        assert [row["chunk"] for row in rows] == [64, 700] and all(row["same"] for row in rows)
+    elif name == "switches":
+        assert [row["switch"] for row in rows] == [*bench_serving.SWITCHES] and rows[0]["same"] == 6
+        assert all(row["same"] == 6 for row in rows if "int8" not in row["switch"])  # fp32: the very tokens
+    else:
+        assert [row["rate"] for row in rows] == [2, 16] and all(row["ttft"]["p50"] <= row["ttft"]["p99"] for row in rows)
+    assert not plot or (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+# ---- bench_plot.py
+
+def test_plot_is_readable(tmp_path):
+    lines = {"p50": [(0.5, 210), (1, 220), (2, 260), (2.02, 270), (8, 3100)], "a < b": [(0.5, 400), (8, 7421)]}
+    bench_plot.draw(tmp_path / "a.svg", "Title", "requests per second", "ms", lines, log_x=True)
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    texts = [(float(t.get("x")), float(t.get("y")), t.text) for t in root.iter() if t.tag.endswith("text")]
+    words = [text for _, _, text in texts]
+    assert {"Title", "requests per second", "ms", "p50", "a < b", "0", "8,000", "0.5", "8"} <= set(words)
+    assert all(0 <= x <= bench_plot.WIDTH and 0 <= y <= bench_plot.HEIGHT for x, y, _ in texts)
+    below = sorted(x for x, y, _ in texts if bench_plot.HEIGHT - bench_plot.BOTTOM + 10 < y < bench_plot.HEIGHT - 20)
+    assert len(below) == 4 and all(b - a >= 36 for a, b in zip(below, below[1:]))  # 2.02 has no room
+    dots = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter() if c.tag.endswith("circle")]
+    top, bottom = bench_plot.TOP, bench_plot.HEIGHT - bench_plot.BOTTOM
+    assert len(dots) == 7 and all(top <= y <= bottom for _, y in dots)
+    assert dots[0][1] == pytest.approx(bottom - (bottom - top) * 210 / 8000, abs=0.1)  # heights start at 0
+    x = [point[0] for point in dots[:5]]
+    assert x[1] - x[0] == pytest.approx(x[2] - x[1], abs=0.2)  # doubling is one step on a log axis
+
+
+def test_plot_of_one_point_and_unknown_endings(tmp_path, monkeypatch, capsys):
+    bench_plot.draw(tmp_path / "one.svg", "t", "x", "y", {"a": [(3, 0.0)]})
+    assert "<circle" in (tmp_path / "one.svg").read_text()
+    bench_plot.draw(None, "t", "x", "y", {})  # no file, no picture
+    monkeypatch.setattr(bench_plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        bench.main(["chunk", "--plot", "a.png"])
+    assert "a.png needs matplotlib; .svg does not" in capsys.readouterr().err
 
 
 # ---- README: what it says to type works, verbatim
