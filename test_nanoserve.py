@@ -6865,6 +6865,23 @@ def test_bench_peer_gets_the_same_model_and_work():
     assert "transformers" in result["versions"]["transformers"]
 
 
+def test_bench_peers_get_a_packed_model_as_numbers(tmp_path):
+    gguf = SHARED / "gguf-py-q4_0-llama" / "model.gguf"
+    if not gguf.is_file():
+        pytest.skip("../shared/checkpoints is not here")
+    folder = Path(bench.model_folder(ns.open_checkpoint(str(gguf)), "fp32", tmp_path))
+    tensors, exact = load_file(folder / "model.safetensors"), ns.open_checkpoint(str(gguf))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(tensors[name], exact.take(name, tuple(tensors[name].shape)))
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("peer", ["openvino", "llamacpp"])
+def test_bench_peers_that_read_gguf_files_say_so(peer):
+    with pytest.raises(ValueError, match="reads a GGUF file, and --model is none"):
+        bench.ENTRANTS[peer](dict(model="folder", gguf=False))
+
+
 @pytest.mark.parametrize("argv, message", [
     ("throughput --peer transformers", "--peer wants NAME=PYTHON"),
     ("throughput --peer unknown=python3", "--peer wants NAME=PYTHON"),
