@@ -2,12 +2,14 @@
 
     python bench.py throughput                         64 requests at once, then one stream
     python bench.py throughput --quick                 the same in small, under 50 s on 2 cores
-    python bench.py throughput --peer transformers=venv/bin/python       and another engine
+    python bench.py throughput --peer transformers=venv/bin/python       and another engine: vllm,
+                           openvino, llamacpp, transformers-continuous, each with its interpreter
     python bench.py throughput --help                  all options, the engine's included
     python bench.py kernels                            every kernel against the ceilings of this GPU
     python bench.py kernels --static                   compiled for four GPUs: spills, roofline
     python bench.py quant                              weight and KV formats: quality beside speed
     python bench.py spec                               what drafting gains, and where it does not
+    python bench.py latency | prefix | chunk | switches    what people feel (bench_serving.py)
     python bench.py lesson all                         the articles' examples (lessons.py)
 
 A measurement prints its own command line, the commit, the machine, versions and (throughput) the
@@ -41,6 +43,7 @@ import sys
 import tempfile
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 if __name__ != "__main__" or sys.argv[1:2] != ["entrant"]:
@@ -210,7 +213,127 @@ class Transformers:
     def facts(self):
         return dict(versions=versions_of("torch", "transformers"))
 
-ENTRANTS = {"nanoserve": Nanoserve, "transformers": Transformers}
+class ContinuousTransformers(Transformers):
+    """transformers' generate_batch(): continuous batching over a paged cache."""
+    def batch(self, prompts, output_lens):
+        from transformers import GenerationConfig
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0,
+                                  max_new_tokens=max(output_lens))  # one length for all
+        done = self.model.generate_batch(inputs=prompts, generation_config=config,
+                                         progress_bar=False)
+        rows = sorted(done.items(), key=lambda item: int(item[0].rpartition("_")[2]))
+        return [row.generated_tokens[:count] for (_, row), count in zip(rows, output_lens)]
+
+class Vllm:
+    """vLLM's LLM class in this process; its own defaults decide about compilation."""
+    def __init__(self, job):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        import vllm
+        self.params = functools.partial(vllm.SamplingParams, temperature=0, ignore_eos=True,
+                                        detokenize=False)
+        self.llm = vllm.LLM(job["model"], dtype=DTYPES[job["dtype"]], skip_tokenizer_init=True,
+                            max_model_len=1024, max_num_seqs=len(job["prompts"]),
+                            enable_prefix_caching=False)
+
+    def batch(self, prompts, output_lens):
+        done = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts],
+                                 [self.params(max_tokens=n) for n in output_lens], use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in done]
+
+    def stream(self, prompt, count, on_token):
+        engine, seen = self.llm.llm_engine, 0
+        engine.add_request("stream", {"prompt_token_ids": prompt}, self.params(max_tokens=count))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                for token_id in output.outputs[0].token_ids[seen:]:
+                    on_token(token_id)
+                seen = len(output.outputs[0].token_ids)
+
+    def facts(self):
+        return dict(versions=versions_of("torch", "vllm", "vllm-cpu"))
+
+class OpenVino:
+    """OpenVINO GenAI's continuous batching on the CPU, from the GGUF file itself."""
+    def __init__(self, job):
+        require_gguf(job)
+        import numpy
+        import openvino
+        import openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size, scheduler.max_num_seqs = 2, len(job["prompts"])  # GB
+        scheduler.max_num_batched_tokens, scheduler.enable_prefix_caching = 2048, False
+        scheduler.dynamic_split_fuse = True
+        self.pipe = openvino_genai.ContinuousBatchingPipeline(job["gguf"], scheduler, "CPU")
+        self.Config, self.count = openvino_genai.GenerationConfig, 0
+        self.tensor = lambda ids: openvino.Tensor(numpy.array([ids], dtype=numpy.int64))
+
+    def add(self, prompt, count):
+        config, self.count = self.Config(), self.count + 1
+        config.max_new_tokens = config.min_new_tokens = count
+        config.ignore_eos, config.do_sample = True, False
+        return self.pipe.add_request(self.count, self.tensor(prompt), config)
+
+    def batch(self, prompts, output_lens):
+        handles = [self.add(prompt, count) for prompt, count in zip(prompts, output_lens)]
+        while self.pipe.has_non_finished_requests():
+            self.pipe.step()
+        return [list(handle.read_all()[0].generated_ids) for handle in handles]
+
+    def stream(self, prompt, count, on_token):
+        handle = self.add(prompt, count)
+        while self.pipe.has_non_finished_requests():
+            self.pipe.step()
+            while handle.can_read():
+                for output in handle.read().values():
+                    for token_id in output.generated_ids:
+                        on_token(token_id)
+
+    def facts(self):
+        return dict(versions=versions_of("openvino-genai"))
+
+class LlamaCpp:
+    """llama.cpp's server in this process (xllamacpp), from the GGUF file. It tells how many tokens
+    it made, not which (-1), unless it is also asked for their probabilities, which costs."""
+    def __init__(self, job):
+        require_gguf(job)
+        import xllamacpp
+        params, count = xllamacpp.CommonParams(), len(job["prompts"])
+        params.model.path, params.n_parallel, params.n_ctx = job["gguf"], count, 512 * count + 1024
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
+        params.n_batch, params.n_ubatch, params.warmup, params.verbosity = 2048, 512, False, 0
+        self.server = xllamacpp.Server(params)
+
+    def ask(self, prompt, count, *on_chunk):
+        return self.server.handle_completions(dict(
+            prompt=prompt, n_predict=count, ignore_eos=True, temperature=0.0, cache_prompt=False,
+            stream=bool(on_chunk), timings_per_token=bool(on_chunk)), *on_chunk)
+
+    def batch(self, prompts, output_lens):
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            done = pool.map(self.ask, prompts, output_lens)
+        return [[-1] * answer["usage"]["completion_tokens"] for answer in done]
+
+    def stream(self, prompt, count, on_token):
+        seen = 0
+        def on_chunk(chunk):  # half a character waits for its other half: several tokens in one
+            nonlocal seen
+            made = chunk.get("timings", {}).get("predicted_n", seen)
+            for _ in range(seen, made):
+                on_token(-1)
+            seen = max(seen, made)
+        self.ask(prompt, count, on_chunk)
+
+    def facts(self):
+        return dict(versions=versions_of("xllamacpp"))
+
+def require_gguf(job):
+    if not job.get("gguf"):
+        raise ValueError("this peer reads a GGUF file, and --model is none")
+
+ENTRANTS = {"nanoserve": Nanoserve, "transformers": Transformers,
+            "transformers-continuous": ContinuousTransformers, "vllm": Vllm,
+            "openvino": OpenVino, "llamacpp": LlamaCpp}
 
 
 # ==================================================================================================
@@ -311,7 +434,7 @@ def model_folder(checkpoint, dtype, parent):
         return str(checkpoint.folder)
     target = Path(parent, "model")
     tensors, take, dtype = {}, checkpoint.take, DTYPES[dtype]
-    def keep(name, shape):
+    def keep(name, shape, read=None):  # read would leave a quantized tensor packed
         tensors[name] = take(name, shape).to(getattr(torch, dtype)).contiguous()
         return tensors[name]
     checkpoint.take = keep  # building the model asks for every tensor, once, by its name
@@ -370,7 +493,8 @@ def run_throughput(args):
         jobs = dict.fromkeys(["nanoserve", *peers], job)
         if peers:
             shared = model_folder(checkpoint, args["dtype"], folder)
-            jobs.update(dict.fromkeys(peers, {**job, "model": shared}))
+            gguf = isinstance(checkpoint, nanoserve.GgufFile) and checkpoint.name
+            jobs.update(dict.fromkeys(peers, {**job, "model": shared, "gguf": gguf}))
         pythons = {"nanoserve": sys.executable, **peers}
         results = measure_in_turns(pythons, jobs, args["repeat"] or repeat, folder)
     publish(report_throughput(head, results), args["json"])
@@ -425,7 +549,7 @@ def report_throughput(head, results):
     print("\n".join(" " * 15 + line for line in first["report"]))
     print_table(values, ratios)
     same = {name: matching_prefix(first["stream_ids"], results[name][0]["stream_ids"])
-            for name in peers}
+            for name in peers if -1 not in results[name][0]["stream_ids"]}
     for name, count in same.items():
         print(f"one stream, first tokens as {name}: {count} of {len(first['stream_ids'])}")
     runs = sorted(results["nanoserve"], key=lambda run: run["batch_s"])
@@ -509,6 +633,10 @@ COMMANDS = {  # name: (module, None for this one; words for --help)
     "kernels": ("bench_kernels", "Triton kernels: speed, or what they compile to"),
     "quant": ("bench_quant", "weight and KV formats: divergence from bf16 beside speed"),
     "spec": ("bench_spec", "drafts: acceptance, tokens per call, speed-up"),
+    "latency": ("bench_serving", "open-loop arrivals: TTFT, ITL, TPOT, E2E, goodput"),
+    "prefix": ("bench_serving", "prefix caching, on and off: prefix length x output length"),
+    "chunk": ("bench_serving", "chunk size: gaps of the others, TTFT of a long prompt"),
+    "switches": ("bench_serving", "every optimisation off in turn, and what that costs"),
     "lesson": ("lessons", "the articles' worked examples, run and compared"),
     "capacity": ("lessons", "KV cache of a config.json: per token, rank, request, pool"),
     "simulate": ("lessons", "rounds of the scheduler for id:arrival:prompt:output ..."),

@@ -1,13 +1,14 @@
-"""lessons.py: six of the articles, run: each example executed by the engine's own code.
+"""lessons.py: the articles, run: each worked example executed by the engine's own code.
 
-    python bench.py lesson 1 | 2 | ... | 6 | all | 4.5        an article, all, or one example
+    python bench.py lesson 1 | 2 | ... | 7 | all | 4.5        an article, all, or one example
     python bench.py capacity --config Qwen3-0.6B --tp 4 --lengths 17 32
     python bench.py simulate --budget 6 --chunk 4 A:0:4:2 B:0:8:3 C:1:3:2
     python bench.py slots --table 7,3,11 --block 4 --pos 9
 
 An example's number is its place in the articles (4.5 is the fifth part of the fourth). Each figure
 is printed with where it comes from (computed, measured, quoted) and compared with the article's;
-the first that differs ends the run with one sentence and exit status 2.
+the first that differs ends the run with one sentence and exit status 2. Articles 6 and 7 are in
+lessons_kernels.py.
 
 CONTENTS
      1  Showing and comparing
@@ -17,11 +18,11 @@ CONTENTS
      5  PagedAttention           lesson 3
      6  Prefix caching           lesson 4
      7  Scheduling               lesson 5
-     8  Narrow numbers           lesson 6
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import pickle
@@ -99,9 +100,10 @@ def table(header, rows, want=None, source="computed"):
 
 def run_lesson(args):
     """Run the examples that a lesson's number names; the first wrong number ends it."""
+    importlib.import_module("lessons_kernels")  # its examples enter themselves
     wanted = args["number"]
     chosen = [n for n in EXAMPLES if wanted in ("all", n, n.split(".")[0])]
-    require(chosen, f"there is no lesson {wanted}: 1 to 6, all, or one of {', '.join(EXAMPLES)}")
+    require(chosen, f"there is no lesson {wanted}: 1 to 7, all, or one of {', '.join(EXAMPLES)}")
     for number in chosen:
         title, where, run = EXAMPLES[number]
         print(f"\n{number}   {title}   [{where}]")
@@ -109,10 +111,10 @@ def run_lesson(args):
             run()
         except WrongNumber as error:
             raise WrongNumber(f"lesson {number} ({title}): {error}") from None
-    print(f"\n{len(chosen)} examples, every number as in the articles")
+    print(f"\n{len(chosen)} example{'s' * (len(chosen) > 1)}, every number as in the articles")
 
 def add_lesson_options(parser):
-    parser.add_argument("number", metavar="1..6|all|4.5", help="an article, all, or one example")
+    parser.add_argument("number", metavar="1..7|all|4.5", help="an article, all, or one example")
 
 
 # ==================================================================================================
@@ -202,7 +204,7 @@ def run_capacity(args):
     config, BS = model_shape(args["config"]), args["block_size"]
     tp, pp, dp, cache = args["tp"], args["pp"], args["dp"], args["dtype"]
     stages = stage_layers(config.num_layers, pp)
-    whole = rank_bytes_per_token(config, 1, None, cache)
+    whole = rank_bytes_per_token(config, cache=cache)
     per_stage = [rank_bytes_per_token(config, tp, layers, cache) for layers in stages]
     kib, mib = 1024, 2**20
     print(f"{args['config']}: {config.num_layers} layers x {config.num_kv_heads} KV heads x "
@@ -213,13 +215,11 @@ def run_capacity(args):
     table(["stage", "layers", "KiB per token and rank", "ranks of replica 0"],
           [(i, n, size / kib, [global_rank(0, i, t, pp, tp) for t in range(tp)][:8])
            for i, (n, size) in enumerate(zip(stages, per_stage))])
-    blocks = [ns.cdiv(n, BS) for n in args["lengths"]]
+    lengths = [(n, n, ns.cdiv(n, BS)) for n in args["lengths"]]
+    lengths.append(("sum", *(sum(row[i] for row in lengths) for i in (1, 2))))
     table(["length", "blocks", "MiB used", "MiB in blocks", "MiB per rank, in blocks"],
-          [(n, b, n * whole / mib, b * BS * whole / mib, b * BS * max(per_stage) / mib)
-           for n, b in zip(args["lengths"], blocks)]
-          + [("sum", sum(blocks), sum(args["lengths"]) * whole / mib,
-               sum(blocks) * BS * whole / mib,
-              sum(blocks) * BS * max(per_stage) / mib)])
+          [(name, b, n * whole / mib, b * BS * whole / mib, b * BS * max(per_stage) / mib)
+           for name, n, b in lengths])
     memory = ns.parse_bytes(args["memory"], "--memory")
     num_blocks = ns.num_blocks_in(memory, BS, max(per_stage))
     usable = ns.slots_of(num_blocks, BS)
@@ -427,8 +427,8 @@ def rotation():
     claim("score of positions 0, 0 less the plain product", round(score(0, 0) - plain, 5), 0.0)
     claim("another distance gives another score", abs(score(5, 3) - near) > 1e-3, True)
 
-def positions_and_pairs(P, G, cached):
-    """(positions computed, dense pairs, causal pairs) of G outputs after a prompt of P."""
+def rounds_of(P, G, cached):
+    """[(tokens computed, where they end)] of the rounds that give G outputs after a prompt of P."""
     sim = Simulation(caching=False)
     if cached:
         sim.add("R", range(P), G)
@@ -437,20 +437,23 @@ def positions_and_pairs(P, G, cached):
         for count in range(P, P + G):
             sim.add(str(count), range(count), 1)
             sim.run()
-    seen = [(n, done.frontier[name]) for done in sim.rounds for name, n in done.sched.items()]
-    causal = sum(int(kernels.visible(n, end, 0).sum()) for n, end in seen)
-    return sim.total(), sum(n * end for n, end in seen), causal
+    return [(n, done.frontier[name]) for done in sim.rounds for name, n in done.sched.items()]
+
+def positions_of(rounds):
+    return sum(n for n, _ in rounds)
 
 @example("1.3", "4 prompt tokens, 5 outputs: with a cache and without", "nanoserve.py 10, 14")
 def eight_or_thirty():
-    rows = [(name, *positions_and_pairs(4, 5, cached))
-            for name, cached in (("KV cache", True), ("none", False))]
+    rows = []
+    for name, cached in (("KV cache", True), ("none", False)):
+        rounds = rounds_of(4, 5, cached)
+        causal = sum(int(kernels.visible(n, end, 0).sum()) for n, end in rounds)
+        rows.append((name, positions_of(rounds), sum(n * end for n, end in rounds), causal))
     table(["4 + 5", "positions", "dense pairs", "causal pairs"], rows,
           [("KV cache", 8, 42, 36), ("none", 30, 190, 110)])
-    claim("one output: no difference", positions_and_pairs(4, 1, True),
-          positions_and_pairs(4, 1, False))
-    claim("2,048 + 128: positions with a cache", positions_and_pairs(2048, 128, True)[0], 2175)
-    claim("2,048 + 128: positions without", positions_and_pairs(2048, 128, False)[0], 270_272)
+    claim("one output: no difference", rounds_of(4, 1, True), rounds_of(4, 1, False))
+    claim("2,048 + 128: positions with a cache", positions_of(rounds_of(2048, 128, True)), 2175)
+    claim("2,048 + 128: positions without", positions_of(rounds_of(2048, 128, False)), 270_272)
     llm = ns.LLM(model="toy", num_kv_blocks=8, enable_prefix_caching=False)
     def outputs(ids, count):
         before = llm.core.counts["scheduled_tokens"]
@@ -987,150 +990,3 @@ def long_prompt():
         Simulation(301).add("L", range(6000), 4)
     except ValueError as error:
         claim("6,000 tokens, 300 blocks: refused at once", "376 KV blocks" in str(error), True)
-
-
-# ==================================================================================================
-# 8  Narrow numbers
-# ==================================================================================================
-# Lesson 6, first half. Fewer bits help where bytes are what a step waits for, and rounding hurts
-# least where it knows which inputs are large.
-
-@example("6.1", "Eight numbers in four bytes", "kernels.py 7")
-def eight_numbers():
-    x = torch.tensor([[-1, -.33, 0, .26, .74, 1.13, 1.57, 2]])
-    weight = kernels.quantize_int4(x, 8)
-    codes = (weight.codes.int() + 8).flatten().tolist()
-    claim("scale", round(weight.scales.item(), 2), 0.2)
-    claim("codes", codes, [0, 3, 5, 6, 9, 11, 13, 15])
-    claim("bytes", bytes(low | high << 4 for low, high in zip(codes[::2], codes[1::2])).hex(" "),
-          "30 65 b9 fd")
-    worst = (weight.dequantize() - x).abs().max().item()
-    claim("largest error, at most half a scale", worst, 0.07, within=0.005)
-    y = torch.tensor([[1, -2, .5, 3, -1, 2, .25, -.5]])
-    claim("dot product", kernels.linear(y, weight).item(), 1.4, within=0.01)
-
-@example("6.2", "Bits of a weight, its scales included", "kernels.py 7, 9")
-def bits_per_weight():
-    for K, group, want in ((1024, 128, 544), (4096, 64, 2304)):
-        weight = kernels.prepare_weight(kernels.quantize_int4(torch.randn(64, K), group),
-                                        torch.float32)
-        if isinstance(weight, kernels.NarrowWeight):  # where there is a C compiler
-            claim(f"bytes of {K} weights, group {group}",
-                  sum(kernels.weight_bytes(weight).values()) // 64, want)
-    claim("bits per weight at group 128", 544 * 8 / 1024, 4.25)
-
-@example("6.3", "One GiB of KV cache in two bytes and in one", "nanoserve.py 2")
-def one_gib():
-    blocks = [ns.num_blocks_in(1 << 30, 16, ns.kv_bytes_per_token(28, 8, 128, size, scale))
-              for size, scale in ((2, 0), (1, 0), (1, 4))]
-    table(["", "blocks", "slots"], [(name, n, n * 16) for name, n in zip(
-        ("bf16", "one byte", "int8 and a scale per token and head"), blocks)], [
-        ("bf16", 585, 9360), ("one byte", 1170, 18_720),
-        ("int8 and a scale per token and head", 1134, 18_144)])
-
-@example("6.4", "What eight bits can say", "kernels.py 1")
-def eight_bits():
-    for dtype, want in ((torch.float8_e4m3fn, (448, 2**-6, 2**-9, 253, 2, 0, .125, 8)),
-                        (torch.float8_e5m2, (57_344, 2**-14, 2**-16, 247, 6, 2, .25, 16))):
-        values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-        finite = sorted(set(values[values.isfinite()].tolist()))
-        above = lambda x: finite[finite.index(x) + 1] - x
-        info = torch.finfo(dtype)
-        got = (finite[-1], info.smallest_normal, above(0.0), len(finite),
-               int(values.isnan().sum()), int(values.isinf().sum()), above(1.0), above(96.0))
-        claim(f"{str(dtype)[6:]}: largest, normal, subnormal, finite, NaN, inf, steps", got, want)
-
-H100 = (989e12, 3.35e12)  # bf16 FLOP/s and bytes/s of the data sheet
-
-def product_seconds(batch, n, bits, flops=H100[0], bandwidth=H100[1]):
-    """Floor of (batch, n) times (n, n): arithmetic, or the bytes of weight, input and output."""
-    moved = bits / 8 * n * n + 2 * 2 * batch * n
-    return max(2 * batch * n * n / flops, moved / bandwidth)
-
-def amdahl(share, gain):
-    """Speed-up of the whole when `share` of its time becomes `gain` times faster."""
-    return 1 / (share / gain + 1 - share)
-
-@example("6.5", "Where four bits help", "kernels.py 7")
-def roofline():
-    ridge = H100[0] / H100[1]
-    claim("FLOP per byte at the ridge of an H100", round(ridge), 295)
-    claim("batch from which arithmetic decides, 16 bits and 4.25", [round(ridge * bits / 16)
-          for bits in (16, 4.25)], [295, 78])
-    gains = [round(product_seconds(b, 4096, 16) / product_seconds(b, 4096, 4.25), 3)
-             for b in (1, 16, 64, 128, 256, 512)]
-    claim("gain of 4096 x 4096 at batch 1 .. 512", gains, [3.76, 3.686, 3.474, 2.451, 1.297, 1.0])
-    E, F, KH, L, V, D = 4096, 14336, 8, 32, 128_256, 128  # Llama-3-8B
-    layers, table_size = L * (2 * E * E + 2 * E * KH * D + 3 * E * F), V * E
-    cache = ns.kv_bytes_per_token(L, KH, D, 2) * 4096
-    wide, narrow = ((layers * bits / 8 + 2 * table_size + cache) for bits in (16, 4.25))
-    claim("GB of a decode step of Llama-3-8B at 4,096 tokens", (round(wide / 1e9, 2),
-          round(narrow / 1e9, 2)), (15.55, 5.3))
-    claim("ms at least", [round(x / H100[1] * 1e3, 2) for x in (wide, narrow)], [4.64, 1.58])
-    claim("gain", round(wide / narrow, 2), 2.94)
-    total = [layers * bits / 8 + 4 * table_size + 2**32 for bits in (16, 4.25)]
-    claim("gain in memory with 4 GiB of cache", round(total[0] / total[1], 1), 2.0)
-
-@example("6.6", "A part that gets faster", "lessons.py 8")
-def amdahls_law():
-    claim("0.8 of the time 2, 4 and very many times faster",
-          [round(amdahl(0.8, gain), 3) for gain in (2, 4, 1e9)], [1.667, 2.5, 5.0])
-
-def nearest(w):
-    """Integers."""
-    return w.round()
-
-def gptq(w, hessian, quantize):
-    """Columns are rounded one after another; what each loses, those still free make up for, so
-    that the outputs move least (Frantar et al. 2022). w (N, K); hessian (K, K) = X^T X."""
-    w = w.clone()
-    for i in range(w.shape[1]):
-        rounded = quantize(w)[:, i]
-        lost, w[:, i] = rounded - w[:, i], rounded
-        if i + 1 < w.shape[1]:
-            free = hessian[i + 1 :, i + 1 :]
-            w[:, i + 1 :] -= torch.outer(lost, torch.linalg.solve(free, hessian[i + 1 :, i]))
-    return w
-
-def output_error(w, rounded, x):
-    return ((w - rounded) @ x.T).pow(2).mean().item()
-
-def correlated_inputs(num, width, seed):
-    """Activations as layers see them: a few directions carry most, some channels are large."""
-    mix = torch.randn(width, width, generator=torch.Generator().manual_seed(1)) * torch.linspace(
-        3, 0.1, width)[:, None]
-    sizes = torch.ones(width)
-    sizes[:: 8] = 8
-    return torch.randn(num, width, generator=torch.Generator().manual_seed(seed)) @ mix * sizes
-
-@example("6.7", "GPTQ: what one weight loses, the next makes up for", "lessons.py 8")
-def error_compensation():
-    w, H = torch.tensor([[.7, .6]]), torch.tensor([[2, 1.5], [1.5, 2]])
-    cost = lambda q: round(((q - w) @ H @ (q - w).T).item(), 2)
-    claim("nearest: (1, 1) costs", cost(nearest(w)), 0.86)
-    claim("compensated", (gptq(w, H, nearest).tolist(), cost(gptq(w, H, nearest))),
-          ([[1.0, 0.0]], 0.36))
-    w = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 2
-    seen, held_out = correlated_inputs(512, 64, 2), correlated_inputs(512, 64, 3)
-    hessian = seen.T @ seen + 0.01 * len(seen) * torch.eye(64)
-    errors = [output_error(w, q, held_out) for q in (nearest(w), gptq(w, hessian, nearest))]
-    between("error on inputs it has not seen, of nearest", 0.0, errors[1] / errors[0], 0.7)
-
-@example("6.8", "AWQ: large inputs deserve finer weights", "kernels.py 7")
-def channel_scaling():
-    w, x = torch.tensor([[.33, 1.5]]), torch.tensor([[10.0, 1.0]])
-    step = 1.5 / 7
-    def error(s):
-        scale = torch.tensor([[s, 1.0]])
-        rounded = nearest(w * scale / step) * step / scale
-        return round(abs(((rounded - w) @ x.T).item()), 3)
-    claim("error with the first channel as it is, and doubled", (error(1.0), error(2.0)),
-          (0.986, 0.086))
-    w = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    seen, held_out = correlated_inputs(512, 64, 2), correlated_inputs(512, 64, 3)
-    def scaled(strength):
-        scale = seen.abs().mean(0) ** strength
-        return kernels.quantize_int4(w * scale, 32).dequantize() / scale
-    best = min((output_error(w, scaled(a / 10), seen), a / 10) for a in range(10))[1]
-    errors = [output_error(w, scaled(a), held_out) for a in (0, best)]
-    between("error on inputs it has not seen, of nearest", 0.0, errors[1] / errors[0], 0.7)

@@ -21,6 +21,7 @@ import os
 import pickle
 import random
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -37,6 +38,7 @@ import zipfile
 from array import array
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 WORKER = "--kernel-worker" in sys.argv  # a child process that compiles for, or runs on, a GPU
 if not WORKER:
@@ -55,11 +57,14 @@ sys.path.insert(0, str(HERE))  # also when another script loads this file
 
 import bench  # noqa: E402
 import bench_kernels  # noqa: E402
+import bench_plot  # noqa: E402
 import bench_quant  # noqa: E402
+import bench_serving  # noqa: E402
 import bench_spec  # noqa: E402
 import checkpoints  # noqa: E402
 import kernels  # noqa: E402
 import lessons  # noqa: E402
+import lessons_kernels  # noqa: E402
 import nanoserve as ns  # noqa: E402
 import quantized  # noqa: E402
 
@@ -237,7 +242,8 @@ def test_nanoserve_stays_readable_in_one_sitting():
     assert 0.18 < prose / sum(map(bool, lines)) < 0.42
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench_quant, bench_spec, lessons], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench, bench_plot, bench_quant, bench_spec,
+                                    lessons, lessons_kernels], ids=lambda m: m.__name__)
 def test_the_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.failed == 0
@@ -6808,7 +6814,8 @@ def run_bench(*argv, interpret=False):
                           capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", [bench, bench_kernels, bench_quant, bench_spec, lessons, checkpoints, quantized], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [bench, bench_kernels, bench_plot, bench_quant, bench_serving, bench_spec, lessons,
+                                    lessons_kernels, checkpoints, quantized], ids=lambda m: m.__name__)
 def test_contents_name_every_section_and_the_file_stays_small(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
     contents = module.__doc__[module.__doc__.index("CONTENTS") :]
@@ -6951,6 +6958,23 @@ def test_bench_peer_gets_the_same_model_and_work():
     assert "transformers" in result["versions"]["transformers"]
 
 
+def test_bench_peers_get_a_packed_model_as_numbers(tmp_path):
+    gguf = SHARED / "gguf-py-q4_0-llama" / "model.gguf"
+    if not gguf.is_file():
+        pytest.skip("../shared/checkpoints is not here")
+    folder = Path(bench.model_folder(ns.open_checkpoint(str(gguf)), "fp32", tmp_path))
+    tensors, exact = load_file(folder / "model.safetensors"), ns.open_checkpoint(str(gguf))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(tensors[name], exact.take(name, tuple(tensors[name].shape)))
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("peer", ["openvino", "llamacpp"])
+def test_bench_peers_that_read_gguf_files_say_so(peer):
+    with pytest.raises(ValueError, match="reads a GGUF file, and --model is none"):
+        bench.ENTRANTS[peer](dict(model="folder", gguf=False))
+
+
 @pytest.mark.parametrize("argv, message", [
     ("throughput --peer transformers", "--peer wants NAME=PYTHON"),
     ("throughput --peer unknown=python3", "--peer wants NAME=PYTHON"),
@@ -7005,42 +7029,341 @@ if __name__ == "__main__" and WORKER:
 # ==================================================================================================
 # Lessons: the articles, run
 # ==================================================================================================
+# Every number of the articles comes out of the engine, and would not come out of a broken one.
 
 
-@pytest.mark.parametrize("number", [*dict.fromkeys(number[0] for number in lessons.EXAMPLES)])
-def test_every_number_of_a_lesson_is_the_article_s(number, capsys):
-    lessons.run_lesson({"number": number})
-    assert "every number as in the articles" in capsys.readouterr().out
+def lesson_numbers(text):
+    """The figures of a claim's or table's line, commas dropped."""
+    return [float(word) for word in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", text.replace(",", ""))]
 
 
-@pytest.mark.parametrize("number,where,name,broken", [
-    ("3.2", ns, "slot_of", lambda block_id, pos, BS: block_id * BS - pos % BS),
-    ("3.1", ns, "cdiv", lambda a, b: a // b),
-    ("6.1", kernels, "quantize_int4", lambda w, group=32: kernels.quantize_int8(w)),
-    ("6.3", ns, "kv_bytes_per_token", lambda *a: 4096),
-    ("6.7", lessons, "gptq", lambda w, hessian, quantize: quantize(w))])
-def test_a_broken_engine_fails_its_lesson(number, where, name, broken, monkeypatch):
-    monkeypatch.setattr(where, name, broken)
-    with pytest.raises((lessons.WrongNumber, ValueError, AssertionError)):
-        lessons.run_lesson({"number": number})
-
-
-@pytest.mark.parametrize("command,words", [
-    ("capacity --config Qwen3-0.6B --lengths 17 32", ["112 KiB per token", "5.35938"]),
-    ("slots --table 7,3,11 --block 4 --pos 9", ["slot 11 * 4 + 1 = 45"]),
-    ("simulate --budget 6 --chunk 4 A:0:4:2 B:0:8:3 C:1:3:2", ["A ends", "C ends", "19"])])
-def test_tools_show_the_articles_figures(command, words, capsys):
-    assert bench.main(command.split()) == 0
+@pytest.mark.parametrize("article", "1234567")
+def test_every_number_of_a_lesson_is_the_articles(article, capsys):
+    assert bench.main(["lesson", article]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in words), out
+    numbers = re.findall(r"^(\d\.\d)   ", out, re.M)
+    assert numbers == [n for n in lessons.EXAMPLES if n[0] == article] and len(numbers) >= 4
+    last = out.splitlines()[-1]
+    assert last == f"{len(numbers)} examples, every number as in the articles"
+    sources = re.findall(r"(computed|measured|quoted)(?:$|, )", out, re.M)
+    assert len(sources) > len(numbers)  # no figure without its source
 
 
-@pytest.mark.parametrize("command", ["capacity --config nope", "capacity --config Qwen3-0.6B --tp 3", "slots --table 7 --block 4 --pos 9",
-                                     "simulate A:0:4", "simulate A:0:4:x", "lesson 9", "lesson 4.99"])
-def test_tools_refuse_bad_input_in_one_sentence(command, capsys):
+def test_one_example_runs_alone(capsys):
+    assert bench.main(["lesson", "5.5"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^(\d\.\d)   ", out, re.M) == ["5.5"] and "1 example, every" in out
+
+
+def times(factor, name):
+    """quantize_int4 or the like, its scales wrong by a factor."""
+    def broken(*args, real=getattr(kernels, name)):
+        weight = real(*args)
+        return ns.replace(weight, scales=weight.scales * factor)
+    return broken
+
+
+def resampled(p, q, drafts, luck):
+    """The biased rule: a rejected draft is replaced from p, not from what p has more than q."""
+    at = drafts[:, None]
+    accepted = luck[:, None] * q.gather(1, at) < p.gather(1, at)
+    return torch.where(accepted, torch.zeros_like(p).scatter_(1, at, 1), p)
+
+
+@pytest.mark.parametrize("number, owner, name, broken", [
+    ("1.3", kernels, "visible", lambda q_len, n, window, real=kernels.visible: real(q_len, n, window) | True),
+    ("1.4", ns, "kv_bytes_per_token", lambda L, KH, D, size=2, scale=0: L * KH * D * size),
+    ("2.1", ns.IncrementalDetokenizer, "take_delta", lambda self: ""),
+    ("2.6", ns.ModelRunner, "_append_blocks", lambda self, row, block_ids: None),
+    ("3.1", ns, "cdiv", lambda a, b: a // b),
+    ("3.2", ns, "slot_of", lambda block_id, pos, BS: block_id * BS - pos % BS),
+    ("3.4", ns.BlockPool, "free_blocks", lambda self, blocks, real=ns.BlockPool.free_blocks: real(self, blocks[::-1])),
+    ("4.2", ns.KVCacheManager, "find_cached_blocks", lambda self, request: []),
+    ("5.3", ns.Request, "num_tokens_to_compute", property(lambda self: self.num_tokens - self.num_computed_tokens)),
+    ("5.5", ns.Scheduler, "_chunk", lambda self, count: count),
+    ("6.1", kernels, "quantize_int4", times(1.1, "quantize_int4")),
+    ("6.4", lessons_kernels, "gptq", lambda w, hessian, quantize: quantize(w)),
+    ("6.5", ns, "kv_bytes_per_token", lambda L, KH, D, size=2, scale=0: 2 * L * KH * D * size),
+    ("6.6", ns, "verified_law", resampled),
+    ("6.7", ns, "verified_law", resampled),
+    ("7.1", kernels, "tiled_attention", lambda *args, real=kernels.tiled_attention: real(*args[:3], 64, *args[4:])),
+    ("7.2", kernels, "online_softmax", lambda tiles, rescale=True, real=kernels.online_softmax: real(tiles, False)),
+    ("7.4", kernels, "merge_pieces", lambda outs, lses: (outs.mean(0), lses.logsumexp(0))),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_a_broken_engine_is_caught_by_its_lesson(number, owner, name, broken, monkeypatch, capsys):
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(lessons.WrongNumber, match=f"^lesson {number} "):
+        lessons.run_lesson({"number": number})
+    assert bench.main(["lesson", number]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: lesson {number} (") and err.count("\n") == 1
+
+
+def test_capacity_prints_the_articles_figures(capsys):
+    def capacity(options):
+        assert bench.main(["capacity", *options.split()]) == 0
+        return capsys.readouterr().out.splitlines()
+    short = capacity("--config Qwen3-0.6B --lengths 17 32 4096")
+    assert "28 layers x 8 KV heads x 128, bf16: 112 KiB per token" in short[0] and "computed" in short[0]
+    assert [lesson_numbers(line) for line in short[5:8]] == [
+        [17, 2, 1.85938, 3.5, 3.5], [32, 2, 3.5, 3.5, 3.5], [4096, 256, 448, 448, 448]]
+    split = capacity("--config Qwen3-0.6B --tp 4 --pp 2 --lengths 4096")
+    assert "= 8 ranks" in split[1] and lesson_numbers(split[6]) == [4096, 256, 448, 448, 56]
+    assert "held 2 x" in capacity("--config Qwen3-0.6B --tp 16")[1]  # replicated heads
+    assert "15 requests of 8,192 at once" in capacity("--config Llama-3-8B")[-1]  # not 16: the null block
+    int8 = capacity("--config Qwen3-0.6B --memory 1GiB --dtype int8")[-1]
+    assert "1,134 blocks" in int8
+    two = capacity("--config SmolLM2-135M --tp 3 --dp 2 --memory 16GiB --block-size 16")
+    assert "7.5" in two[3] and "2 pools" in two[-1]
+
+
+def test_capacity_reads_a_checkpoint_folder(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(lessons.SHAPES["Llama-3.1-70B"]))
+    assert bench.main(["capacity", "--config", str(tmp_path)]) == 0
+    assert "bf16: 320 KiB per token" in capsys.readouterr().out
+
+
+def test_slots_prints_the_way_to_a_slot(capsys):
+    assert bench.main("slots --table 7,3,11 --block 4 --pos 9 0 7".split()) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "position 9: block 9 // 4 = 2 of the table, offset 9 % 4 = 1; table[2] = 11; slot 11 * 4 + 1 = 45",
+        "position 0: block 0 // 4 = 0 of the table, offset 0 % 4 = 0; table[0] = 7; slot 7 * 4 + 0 = 28",
+        "position 7: block 7 // 4 = 1 of the table, offset 7 % 4 = 3; table[1] = 3; slot 3 * 4 + 3 = 15"]
+
+
+def test_simulate_prints_the_articles_rounds(capsys):
+    assert bench.main("simulate --budget 6 --chunk 4 A:0:4:2 B:0:8:3 C:1:3:2".split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.split(r"  +", line.strip(), maxsplit=5) for line in lines[:-1]]
+    assert rows == [["round", "A", "B", "C", "sum", "sampled"],
+                    ["0", "4", "2", "-", "6", "A"], ["1", "1", "4", "1", "6", "A ends"],
+                    ["2", "-", "2", "2", "4", "B, C"], ["3", "-", "1", "1", "2", "B, C ends"],
+                    ["4", "-", "1", "-", "1", "B ends"],
+                    ["computed", "5", "10", "4", "19"], ["all", "6", "11", "5"]]
+    assert "preemptions 0" in lines[-1]
+
+
+def test_simulate_preempts_by_policy(capsys):
+    requests = "A:0:8:6:2 B:0:8:6:0 C:1:4:3:1".split()
+    def total(*options):
+        assert bench.main(["simulate", "--blocks", "7", "--block-size", "4", *options, *requests]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "preemptions 0" not in lines[-1] and any(" x " in line for line in lines)
+        return lesson_numbers(lines[-3])[-1]
+    assert total("--no-prefix-caching") == total("--policy", "priority", "--no-prefix-caching") == 44
+    assert total() == 36 and total("--policy", "priority") == 40
+
+
+@pytest.mark.parametrize("command, words", [
+    ("capacity --config nope", "no config.json"),
+    ("capacity --config Qwen3-0.6B --tp 3", "--tp 3 does not divide 16"),
+    ("capacity --config Qwen3-0.6B --pp 29", "--pp 29"),
+    ("capacity --config Qwen3-0.6B --memory 1KiB", "holds no block"),
+    ("capacity --config Qwen3-0.6B --memory much", "--memory"),
+    ("slots --table 7 --block 4 --pos 9", "position 9 is outside"),
+    ("slots --table 7 --block 4 --pos -1", "position -1 is outside"),
+    ("simulate A:0:4", "id:arrival:prompt:output"),
+    ("simulate A:0:4:x", "'A:0:4:x'"),
+    ("simulate A:0:4:2 A:0:4:2", "ids differ"),
+    ("simulate A:0:0:2", "at least 1"),
+    ("simulate --blocks 3 A:0:100:2", "KV blocks"),
+    ("lesson 9", "there is no lesson 9"),
+    ("lesson 4.99", "there is no lesson 4.99"),
+])
+def test_tools_refuse_bad_input_in_one_sentence(command, words, capsys):
     assert bench.main(command.split()) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err, err
+
+
+@pytest.mark.parametrize("command", ["slots --table 7,x --block 4 --pos 0", "slots --table 7 --block 0 --pos 0",
+                                     "simulate --budget 0 A:0:1:1", "capacity --config Qwen3-0.6B --tp 0"])
+def test_tools_refuse_options_that_are_no_numbers(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(command.split())
+    assert stop.value.code == 2 and "error: argument --" in capsys.readouterr().err
+
+
+# ---- bench.py latency, prefix, chunk, switches
+
+@pytest.fixture(scope="module")
+def served():
+    return ns.LLM(model="toy", max_model_len=2048, num_kv_blocks=256, max_num_seqs=1)
+
+
+def test_serving_clocks_start_at_the_arrival(served):
+    trips = bench_serving.drive(served, [bench_serving.Job(0.05, [7] * 30, 3), bench_serving.Job(0.0, [5] * 30, 40)])
+    first, second = trips  # by arrival; one seat: the second has to wait for the end of the first
+    assert (first.at, second.at) == (0.0, 0.05) and len(first.times) == 40 and len(second.times) == 3
+    assert second.times[0] > first.times[-1] and second.ttft == second.times[0] - 0.05
+    assert second.e2e == pytest.approx(second.ttft + sum(second.gaps)) and len(second.gaps) == 2
+    idle = bench_serving.drive(served, [bench_serving.Job(0.2, [6] * 30, 1)])
+    assert idle[0].times[0] >= 0.2 and idle[0].tpot == 0
+
+
+def test_serving_goodput_counts_who_kept_both_limits():
+    trips = [bench_serving.Trip(0.0, None, [0.5, 0.6, 0.7]), bench_serving.Trip(1.0, None, [2.5, 2.6, 2.7]),
+             bench_serving.Trip(1.0, None, [1.5, 1.9, 4.0])]
+    row = bench_serving.summary([dataclasses.replace(t, parent=types.SimpleNamespace(num_cached_tokens=3)) for t in trips], (1000, 200))
+    assert row["good"] == pytest.approx(1 / 3) and row["goodput"] == pytest.approx(0.25) and row["cached"] == 9
+    assert row["ttft"]["mean"] == pytest.approx(2500 / 3) and row["e2e"]["p99"] == pytest.approx(3000)
+    assert row["itl"]["p50"] == pytest.approx(100) and row["tpot"]["p99"] == pytest.approx(1250)
+
+
+def test_serving_arrivals_are_poisson():
+    moments = bench_serving.arrivals(4000, 5.0)
+    gaps = np.diff(moments)  # exponential: mean and deviation are both 1/rate
+    assert moments[0] == 0 and abs(gaps.mean() * 5 - 1) < 0.06 and abs(gaps.std() * 5 - 1) < 0.1
+    assert bench_serving.arrivals(10, 5.0) == moments[:10] != bench_serving.arrivals(10, 5.0, seed=1)
+
+
+def test_serving_work_shares_what_users_share(served):
+    def common(a, b):
+        return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    chat, rag, code = (bench_serving.make_prompts(served, work, 12) for work in ("chat", "rag", "code"))
+    assert bench_serving.make_prompts(served, "rag", 12) == rag
+    assert common(chat[0], chat[1]) >= len(chat[0]) - 12  # the next turn of the same conversation
+    assert common(chat[0], chat[3]) >= 200  # the system prompt
+    assert common(rag[0], rag[4]) > 1000 > 200 > common(rag[0], rag[1])  # the same document, another
+    assert len({tuple(ids) for ids in code}) > 6 and all(map(len, code))
+
+
+@pytest.mark.parametrize("name", ["latency", "prefix", "chunk", "switches"])
+def test_serving_experiments_print_one_json_object(name, tmp_path, capsys):
+    plot = [] if name == "switches" else ["--plot", str(tmp_path / "a.svg")]
+    assert bench.main([name, "--quick", "--model", "toy", "--json", str(tmp_path / "r.jsonl"), *plot]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "r.jsonl").read_text()) and result["source"] == "measured"
+    assert result["commit"] and result["machine"]["cores"] and result["versions"]["torch"] and result["kv_blocks"]
+    rows = result["rows"]
+    if name == "prefix":
+        hits = {(row["prefix"], row["case"]): row["hits"] for row in rows}
+        assert hits == {(128, "second"): 128, (512, "second"): 512, (512, "first token"): 0, (512, "salt"): 0}
+        assert all(row["same"] for row in rows)
+    elif name == "chunk":
+        assert [row["chunk"] for row in rows] == [64, 700] and all(row["same"] for row in rows)
+    elif name == "switches":
+        assert [row["switch"] for row in rows] == [*bench_serving.SWITCHES] and rows[0]["same"] == 6
+        assert all(row["same"] == 6 for row in rows if "int8" not in row["switch"])  # fp32: the very tokens
+    else:
+        assert [row["rate"] for row in rows] == [2, 16] and all(row["ttft"]["p50"] <= row["ttft"]["p99"] for row in rows)
+    assert not plot or (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+# ---- bench_plot.py
+
+def test_plot_is_readable(tmp_path):
+    lines = {"p50": [(0.5, 210), (1, 220), (2, 260), (2.02, 270), (8, 3100)], "a < b": [(0.5, 400), (8, 7421)]}
+    bench_plot.draw(tmp_path / "a.svg", "Title", "requests per second", "ms", lines, log_x=True)
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    texts = [(float(t.get("x")), float(t.get("y")), t.text) for t in root.iter() if t.tag.endswith("text")]
+    words = [text for _, _, text in texts]
+    assert {"Title", "requests per second", "ms", "p50", "a < b", "0", "8,000", "0.5", "8"} <= set(words)
+    assert all(0 <= x <= bench_plot.WIDTH and 0 <= y <= bench_plot.HEIGHT for x, y, _ in texts)
+    below = sorted(x for x, y, _ in texts if bench_plot.HEIGHT - bench_plot.BOTTOM + 10 < y < bench_plot.HEIGHT - 20)
+    assert len(below) == 4 and all(b - a >= 36 for a, b in zip(below, below[1:]))  # 2.02 has no room
+    dots = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter() if c.tag.endswith("circle")]
+    top, bottom = bench_plot.TOP, bench_plot.HEIGHT - bench_plot.BOTTOM
+    assert len(dots) == 7 and all(top <= y <= bottom for _, y in dots)
+    assert dots[0][1] == pytest.approx(bottom - (bottom - top) * 210 / 8000, abs=0.1)  # heights start at 0
+    x = [point[0] for point in dots[:5]]
+    assert x[1] - x[0] == pytest.approx(x[2] - x[1], abs=0.2)  # doubling is one step on a log axis
+
+
+def test_plot_of_one_point_and_unknown_endings(tmp_path, monkeypatch, capsys):
+    bench_plot.draw(tmp_path / "one.svg", "t", "x", "y", {"a": [(3, 0.0)]})
+    assert "<circle" in (tmp_path / "one.svg").read_text()
+    bench_plot.draw(None, "t", "x", "y", {})  # no file, no picture
+    monkeypatch.setattr(bench_plot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        bench.main(["chunk", "--plot", "a.png"])
+    assert "a.png needs matplotlib; .svg does not" in capsys.readouterr().err
+
+
+# ---- README: what it says to type works, verbatim
+
+README = (HERE / "README.md").read_text(encoding="utf-8")
+
+
+def readme_commands():
+    """Every `python nanoserve.py ...` and `python bench.py ...` of the README, whole lines and inline."""
+    found = re.findall(r"(?:^(?:\$ |pip .* && )?|`)(python (?:nanoserve|bench)\.py[^`\n]*)", README, re.M)
+    return [*dict.fromkeys(found)]
+
+
+@pytest.fixture(scope="module")
+def readme_folder(tmp_path_factory):
+    """A folder in which the README's commands and code find the files they name."""
+    folder = tmp_path_factory.mktemp("readme")
+    jobs = re.search(r"^\$ cat jobs.jsonl\n(.*?)^\$ ", README, re.M | re.S)[1]
+    for name in ("jobs.jsonl", "prompts.jsonl"):
+        (folder / name).write_text(jobs)
+    return folder
+
+
+@pytest.mark.parametrize("line", [c for c in readme_commands() if re.search(r"bench.py (lesson \d\.|capacity|slots|simulate)|nanoserve.py (list|generate .*toy)", c)])
+def test_commands_of_the_readme_run(line, readme_folder, monkeypatch, capsys):
+    monkeypatch.chdir(readme_folder)
+    _, file, *argv = shlex.split(line)
+    assert {"bench.py": bench, "nanoserve.py": ns}[file].main(argv) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 4 or "--output" in argv or "slots" in argv
+
+
+@pytest.mark.parametrize("line", readme_commands())
+def test_commands_of_the_readme_are_understood(line, monkeypatch):
+    """Of those that take minutes: the options exist. Their small versions run in the tests of bench.py."""
+    _, file, *argv = shlex.split(line)
+    if file == "nanoserve.py":
+        name = argv.pop(0) if argv and not argv[0].startswith("-") else "chat"
+        ns.make_parser(name).parse_args(argv)
+        return
+    asked, module = [], bench.COMMANDS[argv[0]][0]
+    home = importlib.import_module(module) if module else bench
+    monkeypatch.setattr(home, f"run_{argv[0]}", asked.append)
+    assert bench.main(argv) == 0 and len(asked) == 1
+
+
+def test_the_trace_of_the_readme_is_what_it_says(readme_folder, monkeypatch, capsys):
+    line = next(c for c in readme_commands() if "--trace t.jsonl" in c)
+    monkeypatch.chdir(readme_folder)
+    assert ns.main(shlex.split(line)[2:]) == 0
+    first = json.loads(Path("t.jsonl").read_text().splitlines()[0])
+    assert "schedules 39, 7 and 26 tokens" in README and "`[1, 2, 3]` and `[1, 2, 4]`" in README
+    assert list(first["scheduled"].values()) == [39, 7, 26]
+    assert [*first["tables"].values()][:2] == [[1, 2, 3], [1, 2, 4]]
+
+
+def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    config, tensors = toy_tensors()
+    biases = {f"model.layers.{layer}.self_attn.{name}_proj.bias": torch.ones(n)
+              for layer in range(2) for name, n in (("q", 64), ("k", 32), ("v", 32))}
+    toy_folder(tmp_path / "my-model", {f"{name}.weight": x.clone() for name, x in tensors.items()} | biases,
+               config | {"architectures": ["OrionForCausalLM"]})
+    checkpoints.Tokenizer.byte().backend.save(str(tmp_path / "my-model" / "tokenizer.json"))
+    monkeypatch.chdir(tmp_path)
+    tables = [(table, {*table}) for table in (ns.POLICIES, ns.DRAFTERS, ns.QUANTS, ns.ARCHS, kernels.ATTENTION, lessons.EXAMPLES)]
+    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
+    try:
+        for block in blocks:
+            exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+        new = [sorted({*table} - keys) for table, keys in tables]
+    finally:
+        for table, keys in tables:
+            for key in {*table} - keys:
+                del table[key]
+    assert len(blocks) == 2 and new == [["shortest"], ["echo"], ["large"], ["OrionForCausalLM"], ["mine"], ["8.1"]]
+    assert "45  computed" in capsys.readouterr().out
+
+
+def test_the_readme_stays_short_and_names_what_exists():
+    assert len(README.splitlines()) <= 250
+    for number in re.findall(r"bench.py lesson (\d\.\d)", README):
+        assert number in lessons.EXAMPLES or number == "8.1"
+    for article in "1234567":
+        assert f"`python bench.py lesson {article}`" in README
+    for name in re.findall(r"`(\w+\.(?:py|c))`", README):
+        assert (HERE / name).is_file(), name
 
 
 # ---- bench.py quant
