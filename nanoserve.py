@@ -2170,10 +2170,10 @@ class FrontEnd:
         token_ids = prompt if text is None else self.tokenizer.encode(text)
         require(isinstance(token_ids, (list, tuple)),
                 f"a prompt is a string, a list of token ids or a dict, got {type(prompt).__name__}")
-        self._check_ids("prompt", token_ids)
+        self.check_ids("prompt", token_ids)
         return text, [int(token_id) for token_id in token_ids]
 
-    def _check_ids(self, name, token_ids):
+    def check_ids(self, name, token_ids):
         bad = next((t for t in token_ids if not is_int(t) or not 0 <= t < self.vocab_size), None)
         require(bad is None, f"{name} holds {bad!r}, which is no token id below {self.vocab_size}")
 
@@ -2188,7 +2188,7 @@ class FrontEnd:
         require(room > 0, f"the prompt has {len(token_ids)} tokens, which leaves no room for an "
                 f"output: max_model_len is {self.max_model_len}")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            self._check_ids(name, getattr(params, name) or ())
+            self.check_ids(name, getattr(params, name) or ())
         bad_words_ids = [ids for word in params.bad_words for ids in self._spellings(word)]
         max_tokens = min(params.max_tokens or room, room)
         child = replace(params, n=1, max_tokens=max_tokens,
@@ -2393,7 +2393,7 @@ class LLM:
 # (server.py) owns sockets and text and never computes; the core owns the model and never waits.
 # Between them runs one pipe with small messages.
 #
-#     client ═ HTTP ═ front end ── add, abort, stop, look, reset ──►  core: read_mail(), step()
+#     client ═ HTTP ═ front end ── add, abort, stop, view, reset ──►  core: read_mail(), step()
 #                               ◄── ready, news, refused, view, crashed ──
 #
 # Invariant: mail is read between any two steps, so who leaves is gone within one step.
@@ -2449,7 +2449,7 @@ def read_mail(core, pipe):
                     core.add_request(message)
                 except ValueError as error:
                     pipe.send(("refused", (message.request_id, str(error))))
-        elif kind == "look":
+        elif kind == "view":
             pipe.send(("view", block_map(core)))
         elif kind == "reset":
             pipe.send(("reset", core.reset_prefix_cache()))

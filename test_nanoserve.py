@@ -57,6 +57,7 @@ import bench_kernels  # noqa: E402
 import checkpoints  # noqa: E402
 import kernels  # noqa: E402
 import nanoserve as ns  # noqa: E402
+import server  # noqa: E402
 
 SHARED = HERE.parent / "shared" / "checkpoints"
 warnings.filterwarnings("ignore", category=pytest.PytestUnknownMarkWarning)
@@ -209,13 +210,13 @@ def test_the_control_plane_touches_no_tensor():
     assert "torch" in code_of(section_texts(SOURCE)[13]).split()  # the check can fail
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, kernels], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, kernels, server], ids=lambda m: m.__name__)
 def test_lines_and_functions_are_short(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
     wide = [i for i, line in enumerate(source.splitlines(), 1) if len(line) > 100]
     assert not wide, f"lines wider than 100: {wide[:10]} ({len(wide)})"
     lengths = functions_of(source)
-    limit = 60 if module is ns else 90
+    limit = 60 if module in (ns, server) else 90
     assert not [f for f in lengths if f[1] > limit]
     assert statistics.median(n for _, n in lengths) <= 14
     assert not [n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)
@@ -230,9 +231,11 @@ def test_nanoserve_stays_readable_in_one_sitting():
     prose = sum(line.startswith("#") for line in lines) + sum(
         sum(map(bool, d.splitlines())) for d in docs)
     assert 0.18 < prose / sum(map(bool, lines)) < 0.42
+    assert len(Path(server.__file__).read_text(encoding="utf-8").splitlines()) <= 1200
+    assert len((ROOT / "page.html").read_text(encoding="utf-8").splitlines()) < 160
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, kernels], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [ns, checkpoints, kernels, server], ids=lambda m: m.__name__)
 def test_the_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.failed == 0
