@@ -201,9 +201,8 @@ def read_sampling(front, body, chat):
     """SamplingParams, and the number of best logprobs to report."""
     given = {name: body[name] for name in PASSED if body.get(name) is not None}
     for name, most in LONGEST_LIST.items():
-        value = given.get(name)
-        check(isinstance(value, str) or not hasattr(value, "__len__") or len(value) <= most,
-              f"{name} has {len(value or ())} entries, the most is {most}", name)
+        count = len(given[name]) if isinstance(given.get(name), (list, dict)) else 0
+        check(count <= most, f"{name} has {count} entries, the most is {most}", name)
     if chat and typed(body, "max_completion_tokens", int, None) is not None:
         given["max_tokens"] = body["max_completion_tokens"]
     if chat:
@@ -1076,7 +1075,8 @@ class Connection(asyncio.Protocol):
         """Answer what cannot be read to its end, and hang up: where the next request would begin
         is not known. What still arrives is thrown away, so that the answer is not lost."""
         log.info({"status": error.status, "error": str(error)[:300]})
-        idle = self.request is None and self.http.their_state is h11.IDLE and error.status == 408
+        idle = (error.status == 408 and self.http.their_state is h11.IDLE
+                and not self.http.trailing_data[0])  # it never began: nothing to answer
         if self.http.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not idle:
             response = self.error_response(error, [("Connection", "close")])
             data = [self.http.send(event) or b"" for event in self.events_of(response)]
