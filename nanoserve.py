@@ -2461,6 +2461,7 @@ def run_core(options, pipe):
     """The core process: mail, step, news, until the front end is gone. options: of EngineConfig."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the front end decides when it is over
+    core = None
     try:
         core = EngineCore(EngineConfig(**options))
         pipe.send(("ready", dict(max_model_len=core.max_model_len, report=core.report)))
@@ -2471,8 +2472,10 @@ def run_core(options, pipe):
     except (EOFError, ConnectionError):
         pass  # the other end of the pipe is closed
     except BaseException as error:
-        pipe.send(("crashed", f"{type(error).__name__}: {error}"))
-        raise
+        name = type(error).__name__
+        pipe.send(("crashed", f"{name}: {error}" if core else str(error) or name))
+        if core:
+            raise
 
 def run_server(options, server_options):
     """Serve until SIGTERM or Ctrl-C. Returns the exit code."""

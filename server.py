@@ -542,24 +542,19 @@ class Engine:
         return content["report"]
 
     def _post(self):
-        with contextlib.suppress(OSError):
-            while (mail := self.outbox.get()) is not None:
-                self.pipe.send(mail)
+        with contextlib.suppress(OSError):  # the core is dead, as _receive() will see
+            while True:
+                self.pipe.send(self.outbox.get())
 
     def listen(self, on_death):
         self.on_death = on_death
         asyncio.get_running_loop().add_reader(self.pipe.fileno(), self._receive)
 
     def stop(self):
-        """End the core process. It sees its pipe close; one that is stuck is killed."""
-        self.outbox.put(None)
-        with contextlib.suppress(OSError):
-            with socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)
-        self.process.join(2)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        """End the core process. It keeps nothing, so it need not be asked."""
+        asyncio.get_running_loop().remove_reader(self.pipe.fileno())
+        self.process.kill()
+        self.process.join()
 
     def check_model(self, body):
         model = typed(body, "model", str, self.model)
@@ -1122,6 +1117,9 @@ class Server:
         self.engine.listen(self.died.set)
         self.listener = await loop.create_server(
             lambda: Connection(self), sock=listening, backlog=2048)
+        host, port = listening.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        ns.say(f"serving {self.engine.model} on http://{host}:{port}")
         ends = [loop.create_task(event.wait()) for event in (self.signalled, self.died)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not self.died.is_set():
@@ -1160,6 +1158,11 @@ class Server:
 def serve(engine_options, server_options):
     """Load the model, listen, and serve. Returns the exit code."""
     options = ns.ServerConfig(**server_options)
+    listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with ns.explained(f"cannot listen on {options.host}:{options.port}", OSError):
+        listening.bind((options.host, options.port))
+    engine = Engine(engine_options, options)
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
@@ -1167,13 +1170,6 @@ def serve(engine_options, server_options):
         import resource
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    listening = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    with ns.explained(f"cannot listen on {options.host}:{options.port}", OSError):
-        listening.bind((options.host, options.port))
-    engine = Engine(engine_options, options)
     ns.say("\n".join(engine.start()))
     ns.say(f"front end: process {os.getpid()}; core: process {engine.process.pid}")
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    ns.say(f"serving {engine.model} on http://{host}:{listening.getsockname()[1]}")
     return asyncio.run(Server(engine, options).run(listening))
