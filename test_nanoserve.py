@@ -4722,6 +4722,90 @@ def test_server_survives_random_bytes_and_bodies(served):
     assert not [line for line in served.lines if "Traceback" in line or "traceback" in line]
 
 
+class Browser:
+    """Headless Chromium, driven through its debugging pipe: JSON texts with a zero byte after each."""
+
+    def __init__(self, program, folder):
+        theirs_in, self.to = os.pipe()
+        self.back, theirs_out = os.pipe()
+
+        def plug():  # Chromium reads descriptor 3 and writes descriptor 4
+            os.dup2(theirs_in, 10), os.dup2(theirs_out, 11), os.dup2(10, 3), os.dup2(11, 4)
+
+        self.process = subprocess.Popen(
+            [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+             f"--user-data-dir={folder}", "--window-size=1280,800", "--remote-debugging-pipe"],
+            preexec_fn=plug, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.close(theirs_in), os.close(theirs_out)
+        self.next_id, self.rest, self.session = 0, b"", {}
+
+    def call(self, method, **params):
+        self.next_id += 1
+        message = {"id": self.next_id, "method": method, "params": params, **self.session}
+        os.write(self.to, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.rest:
+                piece = os.read(self.back, 1 << 20)
+                assert piece, "the browser has gone"
+                self.rest += piece
+            text, self.rest = self.rest.split(b"\0", 1)
+            answer = json.loads(text)
+            if answer.get("id") == self.next_id:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def open(self, url):
+        target = self.call("Target.createTarget", url=url)["targetId"]
+        self.session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+
+    def run(self, code):
+        answer = self.call("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def wait(self, code, seconds=20):
+        deadline = time.monotonic() + seconds
+        while not (value := self.run(code)):
+            assert time.monotonic() < deadline, f"not within {seconds} s: {code}"
+            time.sleep(0.05)
+        return value
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.to), os.close(self.back)
+
+
+def test_server_page_in_a_real_browser(served, tmp_path):
+    """It opens, a message is answered bit by bit, and the map of blocks changes meanwhile."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    source = served.call("/")[1]
+    assert not re.search(r"(src|href)=.?(https?:)?//|@import|url\(", source)  # nothing from elsewhere
+    browser = Browser(program, tmp_path)
+    try:
+        browser.open(f"http://127.0.0.1:{served.port}/")
+        browser.wait("document.title === 'nanoserve' && typeof model === 'string' && model === 'toy'")
+        browser.wait("$('caption').textContent.includes('of 599')")
+        picture = "$('map').toDataURL()"
+        before = browser.run(picture)
+        browser.run("$('text').value = 'hello <b>there</b>'; $('form').requestSubmit()")
+        lengths = set()
+        deadline = time.monotonic() + 30
+        while browser.run("leaving !== null"):
+            lengths.add(browser.run("document.querySelector('.assistant')?.textContent.length ?? 0"))
+            assert time.monotonic() < deadline
+        assert browser.run("messages.length") == 2 and browser.run("document.querySelector('.user b')") is None
+        reply = browser.run("document.querySelector('.assistant').textContent")
+        assert reply == browser.run("messages[1].content") and reply
+        browser.wait(f"{picture} !== {json.dumps(before)}")
+        assert browser.run("document.querySelector('.error')") is None
+    finally:
+        browser.close()
+    served.idle()
+
+
 def long_job(tokens=900, **more):
     return {"prompt": "a long story", "max_tokens": tokens, "ignore_eos": True, **more}
 
