@@ -310,7 +310,9 @@ class Tokenizer:
         """Token ids. Text that brings its own BOS (a rendered template) is not given a second one.
         Lone surrogates, which no UTF-8 text can hold, are read as U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: unlike encode() it lets other threads run meanwhile.
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids = encoding.ids
         doubled = ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled and add_special_tokens else ids
 

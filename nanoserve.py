@@ -4,6 +4,7 @@
     python nanoserve.py --model toy --prompt hello    a random two-layer model, starts at once
     python nanoserve.py --model FOLDER | FILE.gguf | org/name
     python nanoserve.py generate --input prompts.jsonl --output out.jsonl
+    python nanoserve.py serve --model toy             a chat page and an OpenAI-compatible API
     python nanoserve.py list                          what can be selected here
 
 CONTENTS (find section N in any editor with the pattern "# N  ")
@@ -22,6 +23,7 @@ CONTENTS (find section N in any editor with the pattern "# N  ")
     12  Speculation
     13  Model runner
     14  Engine
+    15  Server
     16  Command line
     17  Invariants
 
@@ -2591,10 +2593,10 @@ class FrontEnd:
         token_ids = prompt if text is None else self.tokenizer.encode(text)
         require(isinstance(token_ids, (list, tuple)),
                 f"a prompt is a string, a list of token ids or a dict, got {type(prompt).__name__}")
-        self._check_ids("prompt", token_ids)
+        self.check_ids("prompt", token_ids)
         return text, [int(token_id) for token_id in token_ids]
 
-    def _check_ids(self, name, token_ids):
+    def check_ids(self, name, token_ids):
         bad = next((t for t in token_ids if not is_int(t) or not 0 <= t < self.vocab_size), None)
         require(bad is None, f"{name} holds {bad!r}, which is no token id below {self.vocab_size}")
 
@@ -2609,7 +2611,7 @@ class FrontEnd:
         require(room > 0, f"the prompt has {len(token_ids)} tokens, which leaves no room for an "
                 f"output: max_model_len is {self.max_model_len}")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            self._check_ids(name, getattr(params, name) or ())
+            self.check_ids(name, getattr(params, name) or ())
         bad_words_ids = [ids for word in params.bad_words for ids in self._spellings(word)]
         max_tokens = min(params.max_tokens or room, room)
         child = replace(params, n=1, max_tokens=max_tokens,
@@ -2810,6 +2812,104 @@ class LLM:
 
 
 # ==================================================================================================
+# 15  Server
+# ==================================================================================================
+# Problem: a step takes the processor for tens of milliseconds, and meanwhile somebody connects,
+# somebody leaves and a hundred clients want their next word.  Idea: two processes.  The front end
+# (server.py) owns sockets and text and never computes; the core owns the model and never waits.
+# Between them runs one pipe with small messages.
+#
+#     client ═ HTTP ═ front end ── add, abort, stop, view, reset ──►  core: read_mail(), step()
+#                               ◄── ready, news, refused, view, crashed ──
+#
+# Invariant: mail is read between any two steps, so who leaves is gone within one step.
+# Invariant: whoever dies, the other notices: its end of the pipe closes. Nobody waits for ever.
+# Why: a process and not a thread: Python runs one thread at a time, and the core never rests.
+# Simplification: one core. Production engines put several behind one front end.
+# Try: python nanoserve.py serve --model toy --num-kv-blocks 64, and open the page it names
+
+@dataclass
+class ServerConfig:
+    """How to serve: flags of the serve command beside those of EngineConfig."""
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 = reachable from outside")
+    port: int = option(8000, "0 = any free one, named at start", 0, 65535)
+    api_key: str | None = option(None, "clients must send it: Authorization: Bearer KEY")
+    served_model_name: str | None = option(None, "what clients call the model (default: --model)")
+    allowed_origins: list[str] | None = option(
+        None, "web pages that may call, e.g. http://localhost:3000; * = all (default: only ours)")
+    max_body_bytes: int = option(4 << 20, "largest request body", 1024)
+    max_connections: int = option(2048, "open at once; more are turned away with 503", 1)
+    max_choices: int = option(128, "completions of one request: prompts x n", 1)
+    request_timeout: float = option(30.0, "seconds a client may take to send a request", above=0)
+    keep_alive_timeout: float = option(75.0, "seconds a connection may stay idle", above=0)
+    write_timeout: float = option(30.0, "seconds a client may leave its answer unread", above=0)
+    drain_timeout: float = option(30.0, "seconds after SIGTERM for what is running", 0)
+    log_prompts: bool = option(False, "put prompts into the log")
+
+    def __post_init__(self):
+        check_fields(self)
+
+def block_map(core):
+    """What the page draws: a letter per KV block, and who owns which.
+
+    f free and empty, c free but its content can still be found, u used by one request, s shared,
+    - the null block."""
+    scheduler, pool = core.scheduler, core.scheduler.kv.pool
+    letters = ["s" if b.ref_cnt > 1 else "u" if b.ref_cnt else "c" if b.block_hash else "f"
+               for b in pool.blocks]
+    letters[pool.null_block.block_id] = "-"
+    rows = [dict(id=r.request_id, computed=r.num_computed_tokens, tokens=r.num_tokens,
+                 prompt=r.num_prompt_tokens, cached=r.num_cached_tokens,
+                 preemptions=r.num_preemptions, blocks=scheduler.kv.block_ids(r))
+            for r in (*scheduler.running, *itertools.islice(scheduler.waiting, 100))]
+    return dict(blocks="".join(letters), requests=rows, stats=core.stats())
+
+def read_mail(core, pipe):
+    """Act on all messages of the front end; wait for one if there is nothing to compute."""
+    timeout = 0 if core.scheduler.requests else None
+    while pipe.poll(timeout):
+        kind, content = pipe.recv()
+        if kind == "add":
+            for message in content:
+                try:
+                    core.add_request(message)
+                except ValueError as error:
+                    pipe.send(("refused", (message.request_id, str(error))))
+        elif kind == "view":
+            pipe.send(("view", block_map(core)))
+        elif kind == "reset":
+            pipe.send(("reset", core.reset_prefix_cache()))
+        else:  # abort, or stop: the text met a stop string
+            core.abort_requests(content, stopped=kind == "stop")
+        timeout = 0
+
+def run_core(options, pipe):
+    """The core process: mail, step, news, until the front end is gone. options: of EngineConfig."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the front end decides when it is over
+    core = None
+    try:
+        core = EngineCore(EngineConfig(**options))
+        pipe.send(("ready", dict(max_model_len=core.max_model_len, report=core.report)))
+        while True:
+            read_mail(core, pipe)
+            news = core.step() if core.scheduler.requests else []
+            pipe.send(("news", (news, core.stats())))
+    except (EOFError, ConnectionError):
+        pass  # the other end of the pipe is closed
+    except BaseException as error:
+        name = type(error).__name__
+        pipe.send(("crashed", f"{name}: {error}" if core else str(error) or name))
+        if core:
+            raise
+
+def run_server(options, server_options):
+    """Serve until SIGTERM or Ctrl-C. Returns the exit code."""
+    import server  # it imports this file under its own name, so that messages have one type
+    return server.serve(options, server_options)
+
+
+# ==================================================================================================
 # 16  Command line
 # ==================================================================================================
 # Problem: the first minute decides whether anyone stays.  Idea: no arguments, and you are talking
@@ -2817,6 +2917,7 @@ class LLM:
 #
 #     nanoserve.py [options]                         chat (default), or one answer with --prompt
 #     nanoserve.py generate --input F --output F     a batch: JSON lines in, JSON lines out
+#     nanoserve.py serve [--host H] [--port P]       section 15
 #     nanoserve.py list                              the tables a fork extends, and what runs here
 #
 # The answer goes to stdout, everything said about it to stderr.
@@ -3008,8 +3109,12 @@ def run_list():
 
 def make_parser(command):
     parser = argparse.ArgumentParser(prog=f"nanoserve.py {command}", description=(
-        f"{COMMANDS[command][1]} Commands: chat (default), generate, list."))
+        f"{COMMANDS[command][1]} Commands: chat (default), generate, serve, list."))
     if command == "list":
+        return parser
+    if command == "serve":
+        add_options(parser.add_argument_group("server"), ServerConfig)
+        add_options(parser.add_argument_group("engine"), EngineConfig)
         return parser
     if command == "generate":
         parser.add_argument("--input", default="-", help="JSON lines (default: stdin)")
@@ -3034,6 +3139,7 @@ def say_phases(llm):
 COMMANDS = {
     "chat": (run_chat, "Chat with a model, or answer one --prompt."),
     "generate": (run_generate, "Complete a batch of prompts: JSON lines in, JSON lines out."),
+    "serve": (run_server, "Serve a model to OpenAI clients and to a chat page."),
     "list": (run_list, "List architectures, formats, policies, drafters and attention backends."),
 }
 
@@ -3047,8 +3153,11 @@ def main(argv=None):
         if command == "list":
             run_list()
             return 0
-        config, sampling = ({f.name: args[f.name] for f in fields(kind) if f.name in args}
-                            for kind in (EngineConfig, SamplingParams))
+        config, serving, sampling = (
+            {f.name: args[f.name] for f in fields(kind) if f.name in args}
+            for kind in (EngineConfig, ServerConfig, SamplingParams))
+        if command == "serve":
+            return run_server(config, serving)
         sampling.pop("seed", None)  # it picks the seeds of requests that bring none
         llm = LLM(**config)
         chats = command == "chat" and args["prompt"] is None
