@@ -1040,6 +1040,8 @@ class Connection(asyncio.Protocol):
     async def write(self, *events):
         """Send, and wait while the client has not read enough of what it was sent before."""
         self.transport.write(b"".join(self.http.send(event) or b"" for event in events))
+        if self.writable.is_set():
+            return
         try:
             await asyncio.wait_for(self.writable.wait(), self.options.write_timeout)
         except asyncio.TimeoutError:
