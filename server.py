@@ -426,10 +426,10 @@ FROM_CORE = {
     "num_preemptions_total": ("counter", "preemptions", "Requests that lost their blocks."),
     "prompt_tokens_total": ("counter", "prompt_tokens", "Prompt tokens of admitted requests."),
     "generation_tokens_total": ("counter", "generation_tokens", "Tokens generated."),
-    "spec_decode_num_drafts_total": ("counter", "spec_drafts", "Drafts verified."),
-    "spec_decode_num_draft_tokens_total": ("counter", "spec_draft_tokens", "Tokens drafted."),
+    "spec_decode_num_drafts_total": ("counter", "spec_rounds", "Drafts verified."),
+    "spec_decode_num_draft_tokens_total": ("counter", "spec_drafted", "Tokens drafted."),
     "spec_decode_num_accepted_tokens_total": (
-        "counter", "spec_accepted_tokens", "Drafted tokens accepted.")}
+        "counter", "spec_accepted", "Drafted tokens accepted.")}
 
 class Histogram:
     def __init__(self, bounds):
