@@ -6,8 +6,11 @@
     python bench.py switches                   every optimisation off in turn, and what that costs
     python bench.py latency --quick --work rag --rate 1 4 --plot latency.svg
 
-All run the engine in this process.  TTFT starts when a request arrives, not when it is scheduled;
-E2E ends with its last token; ITL is a gap between two tokens, TPOT the mean gap of one request.
+    python bench.py latency --url http://localhost:8000             a server that is running
+
+All but the last run the engine in this process.  TTFT starts when a request arrives, not when it is
+scheduled; E2E ends with its last token; ITL is a gap between two tokens (a server's: two texts),
+TPOT the mean gap of one request.
 --plot draws the figure, .svg by itself, other endings with matplotlib where that is installed.
 
 CONTENTS
@@ -22,12 +25,17 @@ CONTENTS
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import json
 import random
 import statistics
 import time
+import urllib.error
+import urllib.request
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import bench_plot
@@ -78,15 +86,18 @@ def half_function(i, rng):
 
 WORK = {"chat": conversation, "rag": question, "code": half_function, "random": None}
 
+def make_texts(work, count, seed=0):
+    """`count` prompts: messages of a chat, or text to be continued."""
+    rng = random.Random(seed)
+    return [WORK[work](i, rng) for i in range(count)]
+
 def make_prompts(llm, work, count, seed=0):
     """`count` prompts as ids; texts with a chat template where the model has one."""
-    rng, V = random.Random(seed), llm.front.vocab_size
-    prompts = []
-    for i in range(count):
-        if work == "random":
-            prompts.append([rng.randrange(V // 4, V - V // 4) for _ in range(rng.randint(32, 256))])
-            continue
-        text = WORK[work](i, rng)
+    rng, V, prompts = random.Random(seed), llm.front.vocab_size, []
+    if work == "random":
+        return [[rng.randrange(V // 4, V - V // 4) for _ in range(rng.randint(32, 256))]
+                for _ in range(count)]
+    for text in make_texts(work, count, seed):
         if isinstance(text, str):
             prompts.append(llm.tokenizer.encode(text))
         elif llm.tokenizer.chat_template:
@@ -108,14 +119,20 @@ def long_text(llm, length):
 # Requests come when they come, whether the engine keeps up or not (open loop): a client that waits
 # for its answer before it asks again would hide exactly the queue that users feel.
 
-Job = namedtuple("Job", "at ids max_tokens salt", defaults=(None,))  # at: seconds from the start
+# at: seconds from the start. prompt: ids, or what make_texts() gives for a server.
+Job = namedtuple("Job", "at prompt max_tokens salt", defaults=(None,))
 
 @dataclass
 class Trip:
     """One request as its client sees it. Times in seconds from the start of the run."""
     at: float
     parent: nanoserve.RequestOutput
-    times: list[float] = field(default_factory=list)  # of each token
+    times: list[float] = field(default_factory=list)  # of each token; of each text from a server
+    told: int = 0  # tokens by the server's count, which may come several in one text
+
+    @property
+    def count(self):
+        return self.told or len(self.times)
 
     @property
     def ttft(self):
@@ -131,7 +148,7 @@ class Trip:
 
     @property
     def tpot(self):
-        return statistics.mean(self.gaps) if self.gaps else 0.0
+        return (self.times[-1] - self.times[0]) / (self.count - 1) if self.count > 1 else 0.0
 
     @property
     def token_ids(self):
@@ -147,7 +164,7 @@ def drive(llm, jobs):
             params = nanoserve.SamplingParams(
                 max_tokens=job.max_tokens, temperature=0, ignore_eos=True, detokenize=False,
                 cache_salt=job.salt)
-            parent, messages = llm.front.make_requests({"prompt_token_ids": job.ids}, params)
+            parent, messages = llm.front.make_requests({"prompt_token_ids": job.prompt}, params)
             llm.front.register(parent, messages)
             llm.core.add_request(messages[0])
             trips[messages[0].request_id] = Trip(job.at, parent)
@@ -160,6 +177,50 @@ def drive(llm, jobs):
         for entry in news:
             trips[entry.request_id].times += [now] * len(entry.new_token_ids)
     return list(trips.values())
+
+def drive_server(url, jobs):
+    """Serve jobs by an OpenAI-compatible server, a thread for each. Trips as drive() gives them."""
+    name = fetch(f"{url}/v1/models")["data"][0]["id"]
+    start = time.perf_counter()
+    def serve(job):
+        time.sleep(max(0.0, job.at - (time.perf_counter() - start)))
+        chat = not isinstance(job.prompt, str)
+        body = {"model": name, "stream": True, "stream_options": {"include_usage": True},
+                "max_tokens": job.max_tokens, "temperature": 0, "ignore_eos": True,
+                "messages" if chat else "prompt": job.prompt}
+        trip = Trip(job.at, nanoserve.RequestOutput("", None, [], []))
+        for chunk in fetch(f"{url}/v1/{'chat/' * chat}completions", body):
+            now = time.perf_counter() - start
+            if chunk.get("usage"):
+                trip.told = chunk["usage"]["completion_tokens"]
+                details = chunk["usage"].get("prompt_tokens_details") or {}
+                trip.parent.num_cached_tokens = details.get("cached_tokens", 0)
+            for choice in chunk["choices"]:
+                if choice["delta"].get("content") if chat else choice["text"]:
+                    trip.times.append(now)
+        trip.times = trip.times or [time.perf_counter() - start]  # nothing to be seen but the end
+        return trip
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(serve, sorted(jobs, key=lambda job: job.at)))
+
+def fetch(url, body=None):
+    """The JSON at an address, or what a POST of `body` streams: one dict per event."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        answer = urllib.request.urlopen(urllib.request.Request(
+            url, data, {"Content-Type": "application/json"}))
+    except urllib.error.HTTPError as error:
+        words = " ".join(error.read(500).decode(errors="replace").split())
+        raise ValueError(f"{url}: {error.code}, {words}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{url}: {getattr(error, 'reason', error)}") from None
+    return json.load(answer) if body is None else events_of(answer)
+
+def events_of(answer):
+    with answer:
+        for line in answer:
+            if line.startswith(b"data:") and b"[DONE]" not in line:
+                yield json.loads(line[5:])
 
 def warm_up(llm):
     drive(llm, [Job(0.0, [5] * 40, 4)])
@@ -181,7 +242,8 @@ def begin(args, **facts):
                                "num_kv_blocks": 1024, **options})
         warm_up(llm)
         return llm
-    head = describe_run(model=args["model"] or "SmolLM2-135M-Instruct", kv_blocks=1024,
+    model = dict(model=args["model"] or "SmolLM2-135M-Instruct", kv_blocks=1024)
+    head = describe_run(**(dict(url=args["url"]) if args.get("url") else model),
                         versions=versions_of("torch"), source="measured", **facts)
     return head, load, quick
 
@@ -207,24 +269,32 @@ def summary(trips, limits):
                 itl=milliseconds([gap for t in trips for gap in t.gaps]),
                 tpot=milliseconds([t.tpot for t in trips]),
                 e2e=milliseconds([t.e2e for t in trips]), good=good / len(trips),
-                goodput=good / wall, tok_s=sum(len(t.times) for t in trips) / wall,
+                goodput=good / wall, tok_s=sum(t.count for t in trips) / wall,
                 cached=sum(t.parent.num_cached_tokens for t in trips))
 
 def run_latency(args):
     limits = args["ttft_limit"], args["tpot_limit"]
     head, load, quick = begin(args, work=args["work"], limits_ms=limits)
-    llm, rows = load(), []
     count, outputs = (8, 8) if quick else (args["requests"], 64)
-    prompts = make_prompts(llm, args["work"], count)
-    rates = args["rate"] or ([2, 16] if quick else [0.5, 1, 2, 4, 8])
-    print(f"\n{count} requests of {args['work']}, {sum(map(len, prompts)) // count} prompt tokens "
-          f"on average, {outputs} outputs each; ms as mean / p50 / p99")
+    rates, rows = args["rate"] or ([2, 16] if quick else [0.5, 1, 2, 4, 8]), []
+    if args["url"]:
+        if args["work"] == "random":
+            raise ValueError("--work random is ids, not text; it runs without --url")
+        run = functools.partial(drive_server, args["url"].rstrip("/"))
+        prompts = make_texts(args["work"], count)
+        run([Job(0.0, prompts[-1], 2)])  # warm
+    else:
+        llm = load()
+        prompts = make_prompts(llm, args["work"], count)
+        def run(jobs):
+            llm.core.reset_prefix_cache()
+            return drive(llm, jobs)
+    print(f"\n{count} requests of {args['work']}, {outputs} outputs each; ms as mean / p50 / p99")
     print(f"{'req/s':>6s} {'TTFT':>22s} {'ITL':>20s} {'TPOT':>20s} {'E2E':>24s} {'kept':>5s} "
           f"{'goodput':>8s} {'tok/s':>6s} cached")
     for rate in rates:
-        llm.core.reset_prefix_cache()
-        row = summary(drive(llm, [Job(at, ids, outputs) for at, ids in
-                                  zip(arrivals(count, rate), prompts)]), limits)
+        row = summary(run([Job(at, prompt, outputs) for at, prompt in
+                           zip(arrivals(count, rate), prompts)]), limits)
         rows.append(dict(rate=rate, **row))
         cell = lambda key: " / ".join(f"{row[key][k]:.0f}" for k in ("mean", "p50", "p99"))
         print(f"{rate:6g} {cell('ttft'):>22s} {cell('itl'):>20s} {cell('tpot'):>20s} "
@@ -401,10 +471,17 @@ def add_options(parser, *extra):
 def add_latency_options(parser):
     add_options(parser, "work", "plot")
     add = parser.add_argument
-    add("--rate", type=float, nargs="+", help="arrivals per second (default: 0.5 1 2 4 8)")
+    add("--url", help="measure the server at this address; its prefix cache stays as it is")
+    add("--rate", type=rate, nargs="+", help="arrivals per second (default: 0.5 1 2 4 8)")
     add("--requests", type=positive, default=32, help="of each rate (default: 32)")
     add("--ttft-limit", type=float, default=1000.0, help="ms, for goodput (default: 1000)")
     add("--tpot-limit", type=float, default=100.0, help="ms, for goodput (default: 100)")
+
+def rate(text):
+    """An argparse type: a number above 0."""
+    if not 0 < float(text) < float("inf"):
+        raise ValueError
+    return float(text)
 
 def add_prefix_options(parser):
     add_options(parser, "repeat", "plot")

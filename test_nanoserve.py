@@ -13,6 +13,7 @@ import functools
 import gc
 import hashlib
 import http.client
+import http.server
 import importlib.util
 import io
 import itertools
@@ -7896,6 +7897,65 @@ def test_serving_experiments_print_one_json_object(name, tmp_path, capsys):
     assert not plot or (tmp_path / "a.svg").read_text().startswith("<svg")
 
 
+@contextlib.contextmanager
+def scripted_server(bodies):
+    """A server that streams "a", 50 ms, "b", 50 ms, "c" and says that these were five tokens."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "m"}]}')
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            bodies.append((self.path, body))
+            self.send_response(200 if body["max_tokens"] < 100 else 400)
+            self.end_headers()
+            usage = dict(completion_tokens=5, prompt_tokens_details=dict(cached_tokens=16))
+            events = [dict(choices=[dict(delta=dict(role="assistant"), text="")])]
+            events += [dict(choices=[dict(delta=dict(content=c), text=c)]) for c in "abc"]
+            for event in [*events, dict(choices=[], usage=usage)]:
+                time.sleep(0.05)
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_serving_measures_a_server_from_outside(capsys):
+    bodies = []
+    with scripted_server(bodies) as url:
+        chat = [dict(role="user", content="hi")]
+        first, second = bench_serving.drive_server(url, [bench_serving.Job(0.1, "text", 5), bench_serving.Job(0.0, chat, 5)])
+        with pytest.raises(ValueError, match="/v1/completions: 400, "):
+            bench_serving.drive_server(url, [bench_serving.Job(0.0, "text", 100)])
+        assert bench.main(["latency", "--quick", "--url", url, "--rate", "50"]) == 0
+    sent = {path: body for path, body in bodies[:2]}
+    assert sent["/v1/chat/completions"]["messages"] == chat and sent["/v1/completions"]["prompt"] == "text"
+    assert all(body["stream"] and body["ignore_eos"] and body["model"] == "m" for body in sent.values())
+    assert (first.at, second.at) == (0.0, 0.1) and len(first.times) == 3 and first.count == 5
+    assert 0.1 <= first.ttft < 2 and second.times[0] >= 0.2  # the role's event is no text
+    assert first.tpot == pytest.approx((first.times[-1] - first.times[0]) / 4) and first.parent.num_cached_tokens == 16
+    row, = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row["cached"] == 8 * 16 and row["good"] == 1 and row["ttft"]["p50"] >= 100
+
+
+@pytest.mark.parametrize("options, words", [
+    ("--url http://127.0.0.1:9", "refused"), ("--url nonsense", "unknown url type"),
+    ("--work random --url http://127.0.0.1:9", "--work random is ids")])
+def test_serving_bad_addresses_are_one_sentence(options, words, capsys):
+    assert bench.main(["latency", "--quick", *options.split()]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
 # ---- bench_plot.py
 
 def test_plot_is_readable(tmp_path):
@@ -8004,10 +8064,13 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
 
 def test_the_readme_stays_short_and_names_what_exists():
     assert len(README.splitlines()) <= 270
-    for number in re.findall(r"bench.py lesson (\d\.\d)", README):
-        assert number in lessons.EXAMPLES or number == "8.1"
-    for article in "1234567":
-        assert f"`python bench.py lesson {article}`" in README
+    guide = README[README.index("| article |") : README.index("The same questions")]
+    rows = [line for line in guide.splitlines() if line[2:3].isdigit()]
+    assert len(rows) == 7
+    for article, row in zip("1234567", rows):
+        proofs = re.findall(r"\((\d\.\d)\)", row)
+        assert f"`python bench.py lesson {article}`" in row and len(proofs) >= 2
+        assert all(number in lessons.EXAMPLES and number[0] == article for number in proofs)
     for name in re.findall(r"`(\w+\.(?:py|c))`", README):
         assert (HERE / name).is_file(), name
 
