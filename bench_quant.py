@@ -17,14 +17,13 @@ CONTENTS
 from __future__ import annotations
 
 import importlib
-import random
 import statistics
-import time
 
 import torch
 
 import nanoserve
-from bench import describe_run, positive, publish, versions_of
+from bench import describe_run, make_workload, positive, publish, versions_of
+from bench_spec import run_work
 
 FORMATS = {  # name: fields of EngineConfig; the first is what the others are compared with
     "bf16": dict(dtype="bfloat16", quantization="none"),
@@ -97,18 +96,8 @@ def compare(base, other):
 def decode_rate(llm, streams, count):
     """Tokens per second of `streams` requests that decode `count` tokens each, after their first.
     """
-    draw = random.Random(streams)
-    prompts = [[draw.randrange(100, llm.front.vocab_size - 100) for _ in range(4)]
-               for _ in range(streams)]
-    params = nanoserve.SamplingParams(max_tokens=count + 1, temperature=0, ignore_eos=True,
-                                      detokenize=False)
-    for prompt in prompts:
-        llm._add_all([prompt], [params], [])
-    llm.core.step()  # all prompts, and the first token of each
-    start = time.perf_counter()
-    while llm.core.scheduler.requests:
-        llm.front.process(llm.core.step())
-    return streams * count / (time.perf_counter() - start)
+    prompts, _ = make_workload(streams, streams, llm.front.vocab_size, prompt_lens=(4, 4))
+    return streams * count / run_work(llm, prompts, count + 1, 0)[0]
 
 
 # ==================================================================================================

@@ -40,7 +40,8 @@ from dataclasses import dataclass, field
 
 import bench_plot
 import nanoserve
-from bench import describe_run, percentile, positive, publish, spread, versions_of
+from bench import (
+    describe_run, make_workload, percentile, positive, publish, spread, versions_of)
 
 
 # ==================================================================================================
@@ -93,10 +94,9 @@ def make_texts(work, count, seed=0):
 
 def make_prompts(llm, work, count, seed=0):
     """`count` prompts as ids; texts with a chat template where the model has one."""
-    rng, V, prompts = random.Random(seed), llm.front.vocab_size, []
     if work == "random":
-        return [[rng.randrange(V // 4, V - V // 4) for _ in range(rng.randint(32, 256))]
-                for _ in range(count)]
+        return make_workload(count, seed, llm.front.vocab_size)[0]
+    prompts = []
     for text in make_texts(work, count, seed):
         if isinstance(text, str):
             prompts.append(llm.tokenizer.encode(text))

@@ -18,7 +18,6 @@ CONTENTS
 from __future__ import annotations
 
 import inspect
-import random
 import statistics
 import time
 
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 
 import nanoserve
-from bench import describe_run, positive, publish, versions_of
+from bench import describe_run, make_workload, positive, publish, versions_of
 
 
 # ==================================================================================================
@@ -44,9 +43,7 @@ STORY = "Write a long story about a whale who sells umbrellas."
 def make_prompts(llm, text, count):
     """`count` prompts as lists of ids; a stream ends with a number of its own."""
     if text == "random":
-        draw = random.Random(1)
-        return [[draw.randrange(100, llm.front.vocab_size - 100) for _ in range(64)]
-                for _ in range(count)]
+        return make_workload(count, 1, llm.front.vocab_size, prompt_lens=(64, 64))[0]
     code = f"```python\n{inspect.getsource(nanoserve.parse_bytes)}```"
     ask = STORY if text == "story" else EDIT + code
     contents = [f"{ask}\n\n({i})" if i else ask for i in range(count)]

@@ -447,6 +447,10 @@ def add_around(backend, before, after):
 # Why: names are Hugging Face's everywhere; only the readers of files know other spellings.
 # Simplification: no streaming of weights to several ranks, no pickled .bin files.
 
+def dense(weight):
+    """A weight as one tensor."""
+    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
 class Checkpoint:
     """A bag of named tensors. A reader fills `shapes` and defines read(name) and tokenizer().
 
@@ -704,24 +708,21 @@ class GgufCursor:
         """Numbers in the notation of the module struct: "IQ" are a u32 and a u64."""
         return struct.unpack("<" + layout, self.take(struct.calcsize("<" + layout)))
 
-    def string(self):
-        data = self.take(*self.unpack("Q"))
-        with explained(f"{self.name} is not a valid GGUF file: {self.what}", UnicodeDecodeError):
-            return str(data, "utf-8")
-
     def strings(self, count):
-        """Vocabularies are most of a header: string() for each, in one loop."""
+        """Vocabularies are most of a header, hence a loop without the steps of unpack()."""
         data, pos, end, found = self.data, self.pos, len(self.data), []
         length_at = struct.Struct("<Q").unpack_from
-        with explained(f"{self.name} is not a valid GGUF file: {self.what}",
-                       UnicodeDecodeError, struct.error):
+        with explained(f"{self.name} is not a valid GGUF file: {self.what}", UnicodeDecodeError):
             for _ in range(count):
                 first = pos + 8
-                pos = first + length_at(data, pos)[0]
+                pos = first + length_at(data, pos)[0] if first <= end else first
                 self.check(pos <= end, f"the file ends inside {self.what}")
                 found.append(str(data[first:pos], "utf-8"))
         self.pos = pos
         return found
+
+    def string(self):
+        return self.strings(1)[0]
 
     def value(self):
         """One metadata value; arrays become lists."""
@@ -804,8 +805,7 @@ class GgufFile(Checkpoint):
         super().__init__(path, config, {}, shapes)
 
     def read(self, name):
-        weight = self.read_stored(name)
-        return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+        return dense(self.read_stored(name))
 
     def take_weight(self, layer, shape):
         return self.take(f"{layer}.weight", shape, self.read_stored)

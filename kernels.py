@@ -1667,9 +1667,9 @@ def linear(x, weight, bias=None, dtype=None):
 def quantized_linear_ref(x, weight, bias=None):
     """x (T, K) times a QuantizedWeight in fp32 (T, N). A million weights at a time are expanded."""
     x, scale, (N, K) = x.float(), None, weight.codes.shape
-    if weight.int8_inputs:    # the largest of a row becomes 127, halves go to even
-        scale = (x.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
-        x = (x / scale).round()
+    if weight.int8_inputs:
+        rounded = quantize_int8(x)
+        x, scale = rounded.codes.float(), rounded.scales
     step = max(1, (1 << 20) // K)
     y = torch.cat([F.linear(x, weight.rows(slice(n, n + step)).dequantize())
                    for n in range(0, N, step)], 1)

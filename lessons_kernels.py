@@ -21,6 +21,7 @@ import torch
 
 import kernels
 import nanoserve as ns
+from bench_spec import expected_tokens
 from lessons import Simulation, between, claim, example, table
 
 
@@ -299,10 +300,6 @@ def one_round(num_drafts):
         for token, chance in enumerate(toy_law(tokens, "p")):
             ended[(*tokens, token)] += share * chance
     return ended
-
-def expected_tokens(a, k):
-    """Tokens of a round with k drafts, each accepted with probability a if those before it were."""
-    return (1 - a ** (k + 1)) / (1 - a)
 
 def speculative_gain(a, k, draft, verify=1.0):
     """Speed-up over plain steps; a draft costs `draft` of a step, a round's verification `verify`.

@@ -104,7 +104,7 @@ from tqdm import tqdm
 
 import kernels
 from checkpoints import (
-    NO_TEMPLATE, GgufFile, ModelConfig, SafetensorsFolder, Toy, default_model, explained,
+    NO_TEMPLATE, GgufFile, ModelConfig, SafetensorsFolder, Toy, default_model, dense, explained,
     fetch_from_hub, is_int, is_number, require)
 
 __version__ = "0.1.0"
@@ -527,10 +527,6 @@ def join_rows(parts):
         return [torch.cat(parts)]
     stacked = kernels.stack(parts) if all(narrow) else None
     return parts if stacked is None else [stacked]
-
-def dense(weight):
-    """A weight as one tensor."""
-    return weight.dequantize() if isinstance(weight, kernels.QuantizedWeight) else weight
 
 @dataclass(frozen=True)
 class Quant(Row):
@@ -2400,7 +2396,8 @@ class EngineCore:
         self.bytes = model.matrix_bytes()[0]
         draft = self._load_draft(device, window) if config.speculative == "draft" else None
         num_blocks = self._size_pool((model, kv_dtype), draft, device, window)
-        model.cos_sin = rope_table(mc, self.max_model_len, device)  # the pool may have cut it
+        if self.max_model_len < len(model.cos_sin):  # the pool cut it
+            model.cos_sin = rope_table(mc, self.max_model_len, device)
         require(config.enable_chunked_prefill or self.max_model_len <= budget,
                 f"max_num_batched_tokens {budget} cannot hold a whole prompt (max_model_len)")
         if draft:
@@ -2452,11 +2449,11 @@ class EngineCore:
         """Number of KV blocks; cuts max_model_len to what they hold. target, draft: (Model, dtype
         of its cache); a block holds the positions of both."""
         config, BS, free = self.config, self.config.block_size, kernels.free_memory(device)
-        own, drafts = (kv_bytes_per_token(
-            c.num_layers, c.num_kv_heads, c.head_dim, kv_dtype.itemsize,
-            4 if kv_dtype == torch.int8 else 0) for c, kv_dtype in
-            ((model.config, kv_dtype) for model, kv_dtype in (target, draft or target)))
-        per_token = own + drafts if draft else own
+        own, *drafts = [kv_bytes_per_token(
+            model.config.num_layers, model.config.num_kv_heads, model.config.head_dim,
+            kv_dtype.itemsize, 4 if kv_dtype == torch.int8 else 0)
+            for model, kv_dtype in filter(None, (target, draft))]
+        per_token = own + sum(drafts)
         if config.num_kv_blocks is not None:
             num_blocks = config.num_kv_blocks
         elif config.kv_cache_memory is not None:
@@ -2469,7 +2466,7 @@ class EngineCore:
         kind = str(target[1]).removeprefix("torch.")
         each = f"{show_bytes(own)} ({kind})"
         if draft:
-            each = f"({each} + {show_bytes(drafts)} of the draft model)"
+            each = f"({each} + {show_bytes(*drafts)} of the draft model)"
         self.bytes["kv"] = num_blocks * BS * per_token
         size = (f"{num_blocks} blocks x {BS} tokens x {each} = {show_bytes(self.bytes['kv'])} of "
                 f"{show_bytes(free)} free")

@@ -3369,11 +3369,9 @@ def toy_config(**changes):
         checkpoint.config = {**checkpoint.config, **changes}
         return checkpoint
 
-    ns.open_checkpoint = changed
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ns, "open_checkpoint", changed)
         yield
-    finally:
-        ns.open_checkpoint = original
 
 
 @functools.cache
@@ -4235,17 +4233,15 @@ def small_model(**changes):
     """speculative_model "small": the first layer of the toy model, or another config."""
     original = ns.open_checkpoint
 
-    def changed(name=None):
-        checkpoint = original("toy" if name == "small" else name)
-        if name == "small":
-            checkpoint.config = {**checkpoint.config, "num_hidden_layers": 1, **changes}
-        return checkpoint
+    def opened(name=None):
+        if name != "small":
+            return original(name)
+        with toy_config(num_hidden_layers=1, **changes):
+            return ns.open_checkpoint("toy")
 
-    ns.open_checkpoint = changed
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ns, "open_checkpoint", opened)
         yield
-    finally:
-        ns.open_checkpoint = original
 
 
 DRAFTING = {"ngram": dict(speculative="ngram", prompt_lookup_min=1), "small": dict(speculative_model="small"),
