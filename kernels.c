@@ -165,7 +165,7 @@ static void barrier(Team *t) {
 }
 // Working memory: growing buffers of each thread, kept between calls. Callers do not meet.
 typedef struct { char *p; size_t size; } Buffer;
-static _Thread_local Buffer own, common;
+static _Thread_local Buffer own, common, list;
 static char *room(Buffer *b, size_t size) {
   if (size > b->size) {
     free(b->p);
@@ -179,14 +179,16 @@ static char *room(Buffer *b, size_t size) {
   for (long b_, n_ = 1 + 16384 / (width); (b_ = next(t) * n_) < (M);) \
     for (long m = b_; m < least(M, b_ + n_); m++)
 // ---- elementwise --------------------------------------------------------------------------------
-// Row m of x starts at m / inner * ldx + m % inner * E: heads that lie inside qkv need no copy. The
-// residual is fp32: x is added to it in place, and the norm of the sum is what comes out.
+// Row m of x starts at m / inner * ldx + m % inner * E: heads that lie inside qkv need no copy. So
+// does row m of out, with ldo; it may be x. The residual is fp32: x is added to it in place, and the
+// norm of the sum is what comes out.
 INLINE void rms_norm(int bf, Team *t, const char *x, const char *w, char *residual, char *out,
-                     long M, long inner, long E, long ldx, int wbf, float eps) {
+                     long M, long inner, long E, long ldx, long ldo, int wbf, float eps) {
   long z = size_of(bf);
   EACH_ROW(m, M, E) {
     const char *row = x + (m / inner * ldx + m % inner * E) * z;
     char *res = residual ? residual + m * E * 4 : 0;
+    char *to = out + (m / inner * ldo + m % inner * E) * z;
     f32s sum = {};
     for (long i = 0; i < E; i += 16) {
       f32s v = get(bf, row, i, E);
@@ -196,7 +198,7 @@ INLINE void rms_norm(int bf, Team *t, const char *x, const char *w, char *residu
     float scale = 1.f / sqrtf(lanes_sum(sum) / E + eps);
     for (long i = 0; i < E; i += 16) {
       f32s v = res ? get(0, res, i, E) : get(bf, row, i, E);
-      put(bf, out + m * E * z, i, E, v * scale * get(wbf, w, i, E));
+      put(bf, to, i, E, v * scale * get(wbf, w, i, E));
     }
   }
 }
@@ -351,7 +353,7 @@ INLINE void tile(int type, int R, const char *panel, const char *x, long ldx, lo
 // second-level cache while the panels pass by.
 INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char *x,
                         const char *low, long ldx, long K, const char *bias, char *out,
-                        long column, long N) {
+                        long ldo, long column, long N) {
   f32n c[ROWS][PARTS], d[ROWS][PARTS];
   tile(1, R, panel, x, ldx, K, c);
   if (!bf) tile(1, R, panel, low, ldx, K, d);
@@ -359,11 +361,11 @@ INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char
     f32s v = ((f32s *)c[r])[j];
     if (!bf) v += ((f32s *)d[r])[j];
     if (bias) v += get(bf, bias, column + 16 * j, N);
-    put(bf_out, out + r * N * size_of(bf_out), column + 16 * j, N, v);
+    put(bf_out, out + r * ldo * size_of(bf_out), column + 16 * j, N, v);
   }
 }
 INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
-                   long T, long N, long K, long ldx, int bf_out) {
+                   long T, long N, long K, long ldx, long ldo, int bf_out) {
   long panels = (N + NC - 1) / NC, step = 1 + panels / (8 * omp_get_num_threads());
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
   char *low = (char *)t->shared + T * K * 2;
@@ -381,7 +383,7 @@ INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bi
     long p0 = i % groups * step, m0 = i / groups * 192, m1 = least(T, m0 + 192);
     for (long p = p0; p < least(panels, p0 + step); p++) for (long m = m0; m < m1; m += ROWS)
       WITH_R(m1 - m, linear_rows, bf, bf_out, w + p * K * NC * 2, x + m * ldx * 2,
-             low + m * ldx * 2, ldx, K, bias, out + m * N * size_of(bf_out), p * NC, N)
+             low + m * ldx * 2, ldx, K, bias, out + m * ldo * size_of(bf_out), ldo, p * NC, N)
   }
 }
 // ---- linear layers with narrow weights ----------------------------------------------------------
@@ -398,7 +400,7 @@ INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bi
 enum { W4, W8, WF8, W8A8 };  // forms of a weight; W8A8: of 8 bits, and x is rounded to int8 as well
 typedef struct {
   const char *x, *codes, *scales, *mins, *bias; const int64_t *inputs; char *out;
-  long T, N, K, ldx, bf_out, group, bf_scales, KP, unit, units;  // KP: K rounded up to 8
+  long T, N, K, ldx, ldo, bf_out, group, bf_scales, KP, unit, units;  // KP: K rounded up to 8
 } Narrow;
 INLINE long bits_of(int form) { return form == W4 ? 4 : 8; }
 INLINE f32n number(int form, u32n w, int place) {  // the code at this place of every word
@@ -570,8 +572,43 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
       for (long m = m0; m < m1; m++) for (long j = 0; j < 64 && p * 64 + j < a->N; j += 16) {
         f32s v = *(f32s *)(sums + (m - m0) * 64 + j) * scales[m];
         if (a->bias) v += get(bf, a->bias, p * 64 + j, a->N);
-        put(a->bf_out, a->out + m * a->N * size_of(a->bf_out), p * 64 + j, a->N, v);
+        put(a->bf_out, a->out + m * a->ldo * size_of(a->bf_out), p * 64 + j, a->N, v);
       }
+    }
+  }
+}
+// Rows ids[T] of a table (N, K) in any of these forms: the first contribution to the residual
+// stream, which is set to 0 here.
+enum { TABLE32 = -3, TABLE16, PANELS };  // rows of fp32, rows of bf16, panels of `linear`
+INLINE void embed(int bf, Team *t, int form, const Narrow *a, const int64_t *ids, float *residual) {
+  long z = size_of(bf), K = a->K, per = form < 0 ? 2 : 32 / bits_of(form);
+  long bf_table = form != TABLE32, panel_groups = (K + a->group - 1) / a->group;
+  EACH_ROW(m, a->T, K) {
+    long row = ids[m];
+    char *out = a->out + m * K * z;
+    memset(residual + m * K, 0, K * 4);
+    if (row < 0 || row >= a->N) {  // no such row: the engine takes what is not finite for an error
+      for (long k = 0; k < K; k += 16) put(bf, out, k, K, splat(NAN));
+      continue;
+    }
+    if (form == TABLE32 || form == TABLE16) {
+      const char *from = a->codes + row * K * size_of(bf_table);
+      for (long k = 0; k < K; k += 16) put(bf, out, k, K, get(bf_table, from, k, K));
+    }
+    if (form == PANELS) {
+      const word *from = (const word *)a->codes + row / NC * NC * K / 2 + row % NC;
+      for (long k = 0; k < K; k++) {
+        word w = from[k / 2 * NC] << (k % 2 ? 0 : 16) & 0xffff0000u;
+        put(bf, out, k, k + 1, splat(*(float *)&w));
+      }
+    }
+    const word *codes = (const word *)a->codes + row / 64 * 64 * a->KP / per + row % 64;
+    for (long k = 0; form >= 0 && k < K; k++) {
+      long at = (row / 64 * panel_groups + k / a->group) * 64 + row % 64 / LANES * LANES;
+      long lane = row % LANES, place = k % per / 2 + k % 2 * per / 2;
+      float v = number(form, codes[k / per * 64] - (u32n){}, place)[0];
+      v = v * factor(a->bf_scales, a->scales, at)[lane] + factor(a->bf_scales, a->mins, at)[lane];
+      put(bf, out, k, k + 1, splat(v));
     }
   }
 }
@@ -910,55 +947,104 @@ INLINE void attention(int bf, Team *t, const Attn *a) {
   }
 }
 // ---- entry --------------------------------------------------------------------------------------
-// An Op is one operator call as data: the wrappers below fill it. ns is the estimated time on one
-// thread; less than it takes to wake another is done by the caller alone.
-enum { NORM, SILU, ROPE, ARGMAX, ATTENTION, LINEAR, NARROW };
-typedef struct { int64_t kind, bf, ns; char *p[8]; int64_t n[15]; double f[4]; } Op;
+// An Op is one operator call as data; the wrappers in kernels.py fill it. `rows`: how many tokens,
+// and for attention how many sequences.
+enum { NORM, SILU, ROPE, ARGMAX, EMBED, ATTENTION, LINEAR, NARROW };
+typedef struct { int64_t kind, bf, rows; char *p[8]; int64_t n[15]; double f[4]; } Op;
+typedef struct { Op op; Attn attn; Narrow narrow; } Task;  // an Op, made ready to run
 // Each operator twice, for fp32 and bf16, as functions of their own: the time that gcc needs grows
 // with the square of the size of a function.
 #define TWICE(name, ...) \
-  static __attribute__((noinline)) void name##_fp32(Team *t, const Op *o, const void *a) { \
-    enum { bf = 0 }; char *const *p = o->p; const int64_t *n = o->n; __VA_ARGS__; } \
-  static __attribute__((noinline)) void name##_bf16(Team *t, const Op *o, const void *a) { \
-    enum { bf = 1 }; char *const *p = o->p; const int64_t *n = o->n; __VA_ARGS__; }
-TWICE(norm, rms_norm(bf, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4], o->f[0]))
-TWICE(silu, silu_mul(bf, t, p[0], p[1], n[0], n[1], n[2]))
+  static __attribute__((noinline)) void name##_fp32(Team *t, const Task *task) { \
+    enum { bf = 0 }; WITH_TASK(__VA_ARGS__) } \
+  static __attribute__((noinline)) void name##_bf16(Team *t, const Task *task) { \
+    enum { bf = 1 }; WITH_TASK(__VA_ARGS__) }
+#define WITH_TASK(...) const Op *o = &task->op; char *const *p = o->p; const int64_t *n = o->n; \
+  long T = o->rows; (void)p, (void)n, (void)T; __VA_ARGS__;
+TWICE(norm, rms_norm(bf, t, p[0], p[1], p[2], p[3], T * n[0], n[0], n[1], n[2], n[3], n[4],
+                     o->f[0]))
+TWICE(silu, silu_mul(bf, t, p[0], p[1], T, n[0], n[1]))
 TWICE(rope, rope_store(bf, t, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
-                       (Cache){p[4], n[0], n[1], n[2], n[3], n[4], n[13], (float *)p[5], o->f[0], o->f[1]},
-                       n[6], n[7], n[8], n[9], n[10], n[11], n[12]))
-TWICE(largest, argmax(bf, t, p[0], (int64_t *)p[1], n[0], n[1], n[2]))
-TWICE(attend_all, attention(bf, t, a))
-TWICE(dense, linear(bf, t, p[0], p[1], p[2], p[3], n[0], n[1], n[2], n[3], n[4]))
-TWICE(int4, narrow(bf, t, W4, a))
-TWICE(int8, narrow(bf, t, W8, a))
-TWICE(fp8, narrow(bf, t, WF8, a))
-TWICE(both8, narrow(bf, t, W8A8, a))
+                       (Cache){p[4], n[0], n[1], n[2], n[3], n[4], n[12], (float *)p[5], o->f[0],
+                               o->f[1]}, T, n[6], n[7], n[8], n[9], n[10], n[11]))
+TWICE(largest, argmax(bf, t, p[0], (int64_t *)p[1], T, n[0], n[1]))
+TWICE(look_up, embed(bf, t, n[7], &task->narrow, (int64_t *)p[0], (float *)p[7]))
+TWICE(attend_all, attention(bf, t, &task->attn))
+TWICE(dense, linear(bf, t, p[0], p[1], p[2], p[3], T, n[0], n[1], n[2], n[3], n[4]))
+TWICE(int4, narrow(bf, t, W4, &task->narrow))
+TWICE(int8, narrow(bf, t, W8, &task->narrow))
+TWICE(fp8, narrow(bf, t, WF8, &task->narrow))
+TWICE(both8, narrow(bf, t, W8A8, &task->narrow))
 #define PAIR(name) {name##_fp32, name##_bf16}
-static void (*const OPERATORS[][2])(Team *, const Op *, const void *) = {
-  PAIR(norm), PAIR(silu), PAIR(rope), PAIR(largest), PAIR(attend_all), PAIR(dense), PAIR(int4),
-  PAIR(int8), PAIR(fp8), PAIR(both8)};
-void run(const Op *o) {
-  int threads = o->ns < 60000 ? 1 : omp_get_max_threads();
+static void (*const OPERATORS[][2])(Team *, const Task *) = {
+  PAIR(norm), PAIR(silu), PAIR(rope), PAIR(largest), PAIR(look_up), PAIR(attend_all), PAIR(dense),
+  PAIR(int4), PAIR(int8), PAIR(fp8), PAIR(both8)};
+// Estimated time on one thread in ns: arithmetic, and memory that is read.
+static double cost(const Task *task) {
+  const Op *o = &task->op;
+  const int64_t *n = o->n;
+  double T = o->rows, sum = 0;
+  const Attn *a = &task->attn;
+  switch (o->kind) {
+    case NORM: return T * n[0] * n[1] / 2;
+    case SILU: return T * n[0] / 3;
+    case ROPE: return T * n[9];
+    case ARGMAX: return T * n[0] / 16;
+    case EMBED: return T * n[1];
+    case LINEAR: return n[0] * n[1] * (1. / 16 + T * (2 - o->bf) / 250);
+    case ATTENTION:
+      for (long s = 0; s < a->S; s++)
+        sum += a->lens[s] * ((a->start[s + 1] - a->start[s]) * a->H / 50. + a->KH * 0.75);
+      return sum * a->D;
+    default: return n[0] * n[1] * (bits_of(o->kind - NARROW) / 512. + T / 500);
+  }
+}
+// The structures that two families of operators take. Returns the bytes that threads share.
+static size_t prepare(Task *task) {
+  const Op *o = &task->op;
   char *const *p = o->p;
   const int64_t *n = o->n;
-  Attn a = {0};
-  Narrow w = {0};
-  size_t shared = o->kind == LINEAR && !o->bf ? n[0] * n[2] * 4 : 0;  // x in two parts
+  if (o->kind == LINEAR) return o->bf ? 0 : o->rows * n[1] * 4;  // x in two parts
   if (o->kind == ATTENTION) {
-    Cache c = {p[2], n[0], n[1], n[2], n[3], n[4], n[12], (float *)p[6], 1, o->f[2]};
-    a = (Attn){p[0], p[1], c, (int32_t *)p[3], (int32_t *)p[4], (int32_t *)p[5], n[5], n[6], n[7],
-               n[8], n[9], n[10], n[11], o->f[0], o->f[1], n[7] / n[8], round_up(n[9], NC), 0, 0};
-    a.split = threads > 1 && plan(&a, 0, 0) < 4 * threads;
-    a.items = plan(&a, 0, 0);
-    if (a.split) shared = a.items * most_rows(&a) * (a.DP + 2) * 4;  // partial results
+    Cache c = {p[2], n[0], n[1], n[2], n[3], n[4], n[11], (float *)p[6], 1, o->f[2]};
+    task->attn = (Attn){p[0], p[1], c, (int32_t *)p[3], (int32_t *)p[4], (int32_t *)p[5], o->rows,
+                        n[5], n[6], n[7], n[8], n[9], n[10], o->f[0], o->f[1], n[6] / n[7],
+                        round_up(n[8], NC), 0, 0};
   }
-  if (o->kind >= NARROW) {
-    long KP = round_up(n[2], 8), unit = least(round_up(n[5], 8), 128);
-    w = (Narrow){p[0], p[1], p[2], p[3], p[4], (int64_t *)p[5], p[6], n[0], n[1], n[2], n[3], n[4],
-                 n[5], n[6], KP, unit, (KP + unit - 1) / unit};
-    shared = w.T * ready_row_size(FP32, &w);  // the widest
+  if (o->kind < NARROW && o->kind != EMBED) return 0;
+  long KP = round_up(n[1], 8), unit = least(round_up(n[5], 8), 128);
+  task->narrow = (Narrow){p[0], p[1], p[2], p[3], p[4], (int64_t *)p[5], p[6], o->rows, n[0], n[1],
+                          n[2], n[3], n[4], n[5], n[6], KP, unit, (KP + unit - 1) / unit};
+  return o->rows * ready_row_size(FP32, &task->narrow);  // the widest
+}
+// Few items of attention are cut further; their partial results are shared.
+static size_t split(Task *task, int threads) {
+  Attn *a = &task->attn;
+  a->split = threads > 1 && plan(a, 0, 0) < 4 * threads;
+  a->items = plan(a, 0, 0);
+  return a->split ? a->items * most_rows(a) * (a->DP + 2) * 4 : 0;
+}
+// Runs the operators one after the other in one parallel region: between two of them threads meet
+// in a barrier, which takes half a microsecond, while waking one up takes 50. `tokens` and
+// `sequences` replace the rows of every operator of a recorded step; -1 keeps them. Work that takes
+// less than a waking is done by the caller alone.
+void run(const Op *ops, long count, long tokens, long sequences) {
+  Task *tasks = (Task *)room(&list, count * sizeof(Task));
+  size_t shared = 0;
+  double ns = 0;
+  for (long i = 0; i < count; i++) {
+    tasks[i].op = ops[i];
+    if (tokens >= 0) tasks[i].op.rows = ops[i].kind == ATTENTION ? sequences : tokens;
+    shared = most(shared, prepare(tasks + i));
+    ns += cost(tasks + i);
   }
+  int threads = ns < 60000 ? 1 : omp_get_max_threads();
+  for (long i = 0; i < count; i++)
+    if (ops[i].kind == ATTENTION) shared = most(shared, split(tasks + i, threads));
   Team t = {.shared = (float *)room(&common, shared)};
 #pragma omp parallel num_threads(threads) if (threads > 1)
-  OPERATORS[o->kind][o->bf](&t, o, o->kind == ATTENTION ? (void *)&a : &w);
+  for (long i = 0; i < count; i++) {
+    OPERATORS[ops[i].kind][ops[i].bf](&t, tasks + i);
+    if (i + 1 < count) barrier(&t);
+  }
 }

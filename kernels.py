@@ -22,6 +22,7 @@ CONTENTS
     9  Wrappers                  checks, dispatch, the table KERNELS
     10 Attention backends        the table ATTENTION and the choice at start-up
     11 The numbers of section 5  what flash attention moves and saves
+    12 Recorded steps            all operators of a step in one call
 
 Letters: T tokens in the step, S sequences, E model width, H query heads, KH key/value heads,
 G = H // KH, D head width, F MLP width, V vocabulary, NB blocks, BS block size.
@@ -40,6 +41,7 @@ import shlex
 import struct
 import subprocess
 import tempfile
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import Callable
@@ -47,6 +49,7 @@ from typing import Callable
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 try:
     import triton
@@ -57,6 +60,7 @@ except ImportError:             # Triton is published for Linux; elsewhere its m
     jit = lambda fn=None, **options: fn or (lambda fn: fn)    # the kernels stay plain, uncalled
 
 FORCE: str | None = None     # "torch", "triton" or "c": every wrapper runs that member
+RECORDING = None             # of a step, while one is recorded (section 12)
 
 
 # ==================================================================================================
@@ -166,11 +170,12 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 # Why: fp32 inside and one rounding at the end. bf16 has 8 significant bits; a sum of 576 squares
 #   kept in bf16 would lose three of them.
 
-def rms_norm_ref(x, weight, eps, residual=None):
+def rms_norm_ref(x, weight, eps, residual=None, out=None):
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019)."""
     y = x.float() if residual is None else residual.add_(x)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * weight.float()).to(x.dtype)
+    y = (y * weight.float()).to(x.dtype)
+    return y if out is None else out.copy_(y)
 
 def silu_mul_ref(gate_up):
     """SwiGLU activation (Shazeer 2020): silu of the first half times the second half."""
@@ -409,7 +414,8 @@ def precision(dtype):
 
 @jit
 def _rms_norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, stride_t, stride_h, eps, heads,
-                     E: tl.constexpr, EP: tl.constexpr, RESIDUAL: tl.constexpr):
+                     y_stride_t, y_stride_h, E: tl.constexpr, EP: tl.constexpr,
+                     RESIDUAL: tl.constexpr):
     """One program, one row, read once. 4 E bytes in bf16, 12 E with a residual."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EP)
@@ -421,14 +427,16 @@ def _rms_norm_kernel(x_ptr, res_ptr, w_ptr, y_ptr, stride_t, stride_h, eps, head
         tl.store(res_ptr + row * E + e, x, mask=ok)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps)
     w = tl.load(w_ptr + e, mask=ok, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * E + e, (y * w).to(y_ptr.dtype.element_ty), mask=ok)
+    y_row = y_ptr + row // heads * y_stride_t + row % heads * y_stride_h
+    tl.store(y_row + e, (y * w).to(y_ptr.dtype.element_ty), mask=ok)
 
-def _rms_norm_triton(x, weight, eps, residual=None):
+def _rms_norm_triton(x, weight, eps, residual=None, out=None):
     E = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(_rms_norm_kernel, (x.numel() // E,), x, residual, weight, y,
-           x.stride(0), x.stride(1) if heads > 1 else 0, eps, heads, E=E, EP=pow2(E),
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    stride_h = lambda x: x.stride(1) if heads > 1 else 0
+    launch(_rms_norm_kernel, (x.numel() // E,), x, residual, weight, y, x.stride(0), stride_h(x),
+           eps, heads, y.stride(0), stride_h(y), E=E, EP=pow2(E),
            RESIDUAL=residual is not None, **hardware(min(8, max(1, pow2(E) // 512))))
     return y
 
@@ -1250,7 +1258,7 @@ def c_library():
         if not (file.exists() and file.read_bytes().endswith(key.encode())):
             _build(cc, file)
         lib = ctypes.CDLL(str(file))
-        lib.run.argtypes, lib.run.restype = [ctypes.c_char_p], None
+        lib.run.argtypes, lib.run.restype = [ctypes.c_char_p, *[ctypes.c_long] * 3], None
         return lib, None
     except subprocess.CalledProcessError as e:
         lines = e.stderr.decode(errors="replace").strip().splitlines()
@@ -1273,18 +1281,34 @@ def _build(cc, file):
             end.write(file.stem.encode())
         os.replace(built, file)
 
-def _record(kind, pointers, numbers, floats=0):
-    """A function f(bf, ns, *pointers, *numbers, *floats) that runs an operator of the C library.
-    It packs the struct Op; what a kind does not use stays zero. Packing bytes takes 0.5 us, ctypes
-    with twenty arguments several times as long, and a decode step makes two hundred of these."""
+def _operator(kind, pointers, numbers, floats=0):
+    """A function f(bf, rows, *pointers, *numbers, *floats) that runs an operator of the C library,
+    or adds it to the recording. It packs the struct Op; what a kind does not use stays zero.
+    Packing bytes takes 0.5 us, ctypes with twenty arguments several times as long, and a decode
+    step makes two hundred of these."""
     pack = struct.Struct(f"3q{pointers}q{64 - 8 * pointers}x{numbers}q{120 - 8 * numbers}x"
                          f"{floats}d{32 - 8 * floats}x").pack
-    return lambda *values: c_library()[0].run(pack(kind, *values))
+    def call(*values):
+        op = pack(kind, *values)
+        if RECORDING:
+            RECORDING.ops.append(op)
+        else:
+            c_library()[0].run(op, 1, -1, -1)
+    return call
 
-_run_norm, _run_silu, _run_rope = _record(0, 4, 5, 1), _record(1, 2, 3), _record(2, 6, 14, 2)
-_run_argmax, _run_attention, _run_linear = _record(3, 2, 3), _record(4, 7, 13, 3), _record(5, 4, 5)
-_RUN_NARROW = {form: _record(6 + i, 7, 7) for i, form in enumerate(("int4", "int8", "fp8", "w8a8"))}
+_run_norm, _run_silu, _run_rope = _operator(0, 4, 5, 1), _operator(1, 2, 2), _operator(2, 6, 13, 2)
+_run_argmax, _run_embed = _operator(3, 2, 2), _operator(4, 8, 8)
+_run_attention, _run_linear = _operator(5, 7, 12, 3), _operator(6, 4, 5)
+_RUN_NARROW = {form: _operator(7 + i, 7, 7)
+               for i, form in enumerate(("int4", "int8", "fp8", "w8a8"))}
 _BF16 = torch.bfloat16
+
+def empty(shape, dtype, device="cpu"):
+    """A tensor to write a result to; while a step is recorded, a place in the recording."""
+    if RECORDING:
+        return RECORDING.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
 _CACHE = {dtype: number for number, dtype in enumerate(KV_DTYPES.values())}
 
 def c_cache(dtype, kv_dtype):
@@ -1297,45 +1321,42 @@ def _cache_scales(kv):
         return 0, kv.k_scale, kv.v_scale
     return 0 if kv.scales is None else kv.scales.data_ptr(), 1.0, 1.0
 
-def rms_norm_c(x, weight, eps, residual=None):
+def rms_norm_c(x, weight, eps, residual=None, out=None):
     """See rms_norm; x fp32 or bf16."""
     inner, E = (1, x.shape[1]) if x.ndim == 2 else x.shape[1:]
     if x.stride(-1) != 1 or (inner > 1 and x.stride(1) != E):
         x = x.contiguous()
     if weight.dtype is not _BF16 and weight.dtype is not torch.float32:
         weight = weight.float()
-    rows = x.shape[0] * inner
-    out = torch.empty(x.shape, dtype=x.dtype)
-    _run_norm(x.dtype is _BF16, rows * E // 2, x.data_ptr(), weight.data_ptr(),
+    out = empty(x.shape, x.dtype) if out is None else out
+    _run_norm(x.dtype is _BF16, len(x), x.data_ptr(), weight.data_ptr(),
               0 if residual is None else residual.data_ptr(), out.data_ptr(),
-              rows, inner, E, x.stride(0), weight.dtype is _BF16, eps)
+              inner, E, x.stride(0), out.stride(0), weight.dtype is _BF16, eps)
     return out
 
 def silu_mul_c(gate_up):
     """See silu_mul; gate_up fp32 or bf16."""
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((T, F), dtype=gate_up.dtype)
-    _run_silu(gate_up.dtype is _BF16, T * F // 3, gate_up.data_ptr(), out.data_ptr(), T, F,
-              gate_up.stride(0))
+    out = empty((T, F), gate_up.dtype)
+    _run_silu(gate_up.dtype is _BF16, T, gate_up.data_ptr(), out.data_ptr(), F, gate_up.stride(0))
     return out
 
 def rope_store_kv_c(qkv, cos_sin, positions, kv, slot_mapping, H, KH, D, interleaved=False):
     """See rope_store_kv; qkv fp32 or bf16, a cache no wider."""
-    (T, width), data, (scales, k_scale, v_scale) = qkv.shape, kv.data, _cache_scales(kv)
+    T, data, (scales, k_scale, v_scale) = len(qkv), kv.data, _cache_scales(kv)
     require(qkv.stride(1) == data.stride(4) == 1 and c_cache(qkv.dtype, data.dtype),
             "rope_store_kv: the C member cannot store", qkv, "in", data)
-    _run_rope(qkv.dtype is _BF16, T * width, qkv.data_ptr(), cos_sin.data_ptr(),
+    _run_rope(qkv.dtype is _BF16, T, qkv.data_ptr(), cos_sin.data_ptr(),
               positions.data_ptr(), slot_mapping.data_ptr(), data.data_ptr(), scales,
-              *data.stride()[:4], data.shape[2], positions.dtype is torch.int64, T, H, KH, D,
+              *data.stride()[:4], data.shape[2], positions.dtype is torch.int64, H, KH, D,
               qkv.stride(0), cos_sin.shape[1], interleaved, _CACHE[data.dtype], k_scale, v_scale)
     return qkv[:, :H * D].unflatten(1, (H, D))
 
 def argmax_c(logits):
     """See argmax; logits fp32 or bf16. NaN is ignored."""
     S, V = logits.shape
-    out = torch.empty(S, dtype=torch.int64)
-    _run_argmax(logits.dtype is _BF16, S * V // 16, logits.data_ptr(), out.data_ptr(), S, V,
-                logits.stride(0))
+    out = empty((S,), torch.int64)
+    _run_argmax(logits.dtype is _BF16, S, logits.data_ptr(), out.data_ptr(), V, logits.stride(0))
     return out
 
 def attention_c(q, kv, meta, scale, window=0, softcap=0.0):
@@ -1344,12 +1365,11 @@ def attention_c(q, kv, meta, scale, window=0, softcap=0.0):
     (T, H, D), data, table, S = q.shape, kv.data, meta.block_table, meta.seq_lens.shape[0]
     require(c_cache(q.dtype, data.dtype) and data.stride(4) == 1,
             "attention: the C member cannot read", data, "for", q)
-    out = torch.empty((T, H, D), dtype=q.dtype)
+    out = empty((T, H, D), q.dtype)
     KH, (scales, k_scale, v_scale) = data.shape[3], _cache_scales(kv)
-    ns = D * meta.max_seq_len * (T * H // 50 + S * KH * 3 // 4)      # arithmetic, and cache reads
-    _run_attention(q.dtype is _BF16, ns, q.data_ptr(), out.data_ptr(), data.data_ptr(),
+    _run_attention(q.dtype is _BF16, S, q.data_ptr(), out.data_ptr(), data.data_ptr(),
                    meta.query_start_loc.data_ptr(), meta.seq_lens.data_ptr(), table.data_ptr(),
-                   scales, *data.stride()[:4], data.shape[2], S, table.stride(0), H, KH, D,
+                   scales, *data.stride()[:4], data.shape[2], table.stride(0), H, KH, D,
                    q.stride(0), window, _CACHE[data.dtype], scale * k_scale, softcap, v_scale)
     return out
 
@@ -1362,17 +1382,16 @@ def pack_linear(weight):
     padded = F.pad(weight.to(_BF16), (0, 0, 0, -N % 32))
     return padded.view(-1, 32, K // 2, 2).transpose(1, 2).contiguous()
 
-def linear_c(x, packed, N, K, bias=None, dtype=None):
+def linear_c(x, packed, N, K, bias=None, dtype=None, out=None):
     """x (T, K) times the weight (N, K) that pack_linear packed, plus bias (N,) -> (T, N).
     x and bias bf16, out bf16 or, with dtype, fp32; or all three fp32, which costs two products."""
-    x, dtype = x if x.stride(1) == 1 else x.contiguous(), dtype or x.dtype
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = empty((len(x), N), dtype or x.dtype) if out is None else out
     require(x.shape[1] == K and packed.shape[:2] == (-(-N // 32), K // 2), "linear: x", x, "weight",
             (N, K), "as", packed)
-    T, bf = x.shape[0], x.dtype is _BF16
-    out = torch.empty((T, N), dtype=dtype)
-    ns = N * K // 16 + (2 - bf) * T * N * K // 250       # reading the weights, and arithmetic
-    _run_linear(bf, ns, x.data_ptr(), packed.data_ptr(), 0 if bias is None else bias.data_ptr(),
-                out.data_ptr(), T, N, K, x.stride(0), dtype is _BF16)
+    _run_linear(x.dtype is _BF16, len(x), x.data_ptr(), packed.data_ptr(),
+                0 if bias is None else bias.data_ptr(), out.data_ptr(), N, K, x.stride(0),
+                out.stride(0), out.dtype is _BF16)
     return out
 
 def narrow_form(weight):
@@ -1424,19 +1443,33 @@ def unpack_codes(weight, ids):
     return QuantizedWeight(codes, scales, weight.group, bits, mins, weight.inputs,
                            weight.form == "w8a8")
 
-def linear_narrow_c(x, weight, bias=None, dtype=None):
+def linear_narrow_c(x, weight, bias=None, dtype=None, out=None):
     """x (T, K) times a NarrowWeight, plus bias (N,) -> (T, N) in dtype (default: x's). x and bias
     both fp32 or both bf16. Sums are fp32; x is rounded only if the weight asks for it."""
-    x, dtype, (N, K) = x if x.stride(1) == 1 else x.contiguous(), dtype or x.dtype, weight.shape
+    x, (N, K) = x if x.stride(1) == 1 else x.contiguous(), weight.shape
     require(x.shape[1] == K and x.dtype in C_DTYPES, "linear: x", x, "weight", (N, K))
-    T, pointer = x.shape[0], lambda t: 0 if t is None else t.data_ptr()
-    out = torch.empty((T, N), dtype=dtype)
-    ns = weight.words.numel() // 16 + T * N * K // 500       # reading the weights, and arithmetic
+    out = empty((len(x), N), dtype or x.dtype) if out is None else out
+    pointer = lambda t: 0 if t is None else t.data_ptr()
     _RUN_NARROW[weight.form](
-        x.dtype is _BF16, ns, x.data_ptr(), weight.words.data_ptr(), weight.scales.data_ptr(),
-        pointer(weight.mins), pointer(bias), pointer(weight.inputs), out.data_ptr(), T, N, K,
-        x.stride(0), dtype is _BF16, weight.group, weight.scales.dtype is _BF16)
+        x.dtype is _BF16, len(x), x.data_ptr(), weight.words.data_ptr(), weight.scales.data_ptr(),
+        pointer(weight.mins), pointer(bias), pointer(weight.inputs), out.data_ptr(), N, K,
+        x.stride(0), out.stride(0), out.dtype is _BF16, weight.group, weight.scales.dtype is _BF16)
     return out
+
+def embed_c(ids, weight, dtype):
+    """See embed; dtype and a table that is not packed fp32 or bf16."""
+    (N, K), pointer = weight.shape, lambda t: 0 if t is None else t.data_ptr()
+    x, residual = empty((len(ids), K), dtype), empty((len(ids), K), torch.float32)
+    if isinstance(weight, NarrowWeight):
+        form, data, group = [*_RUN_NARROW].index(weight.form), weight.words, weight.group
+        scales, mins = weight.scales, weight.mins
+    else:
+        data, group, scales, mins = getattr(weight, "panels", weight), K, None, None
+        form = -1 if data is not weight else -2 if data.dtype is _BF16 else -3
+    _run_embed(dtype is _BF16, len(ids), ids.data_ptr(), data.data_ptr(), pointer(scales),
+               pointer(mins), 0, 0, x.data_ptr(), residual.data_ptr(), N, K, 0, 0, 0, group,
+               scales is not None and scales.dtype is _BF16, form)
+    return x, residual
 
 
 # ==================================================================================================
@@ -1474,17 +1507,19 @@ def run_member(name, x, *args, c_fits=True):
     kernel.executed[member] += 1
     return fn(x, *args)
 
-def rms_norm(x, weight, eps, residual=None):
+def rms_norm(x, weight, eps, residual=None, out=None):
     """Norm of the last dimension of x, (T, E) or (T, heads, D), in x's dtype. With residual (same
     shape, fp32, contiguous): residual += x in place, and the norm of the sum is returned. Rows may
-    be strided (q inside qkv), their elements not.
+    be strided (q inside qkv), their elements not. out: where the result goes, for example x.
     Why: an fp32 stream. It adds up two contributions per layer; 60 roundings to bf16 decide near
       ties."""
     require(x.dim() in (2, 3) and x.stride(-1) == 1, "rms_norm: x", x, x.stride())
     require(weight.shape == x.shape[-1:], "rms_norm: weight", weight, "x", x)
     require(residual is None or residual.shape == x.shape and residual.dtype == torch.float32
             and residual.is_contiguous(), "rms_norm: residual", residual, "x", x)
-    return run_member("rms_norm", x, weight, eps, residual)
+    require(out is None or out.shape == x.shape and out.dtype == x.dtype
+            and out.stride()[1:] == x.stride()[1:], "rms_norm: out", out, "x", x)
+    return run_member("rms_norm", x, weight, eps, residual, out)
 
 def silu_mul(gate_up):
     """gate_up (T, 2F), gate in the first half of each row -> silu(gate) * up, (T, F)."""
@@ -1653,16 +1688,18 @@ def prepare_weight(weight, dtype):
              and weight.shape[1] % 2 == 0 and FORCE != "torch" and c_library()[0])
     return PackedWeight(pack_linear(weight), tuple(weight.shape)) if packs else weight.to(dtype)
 
-def linear(x, weight, bias=None, dtype=None):
-    """x (T, K) times a prepared weight (N, K), plus bias (N,) -> (T, N) in dtype (default: x's)."""
-    dtype = dtype or x.dtype
+def linear(x, weight, bias=None, dtype=None, out=None):
+    """x (T, K) times a prepared weight (N, K), plus bias (N,) -> (T, N) in dtype (default: x's).
+    out: where the result goes, for example some columns of a wider matrix."""
     if isinstance(weight, PackedWeight):
-        return linear_c(x, weight.panels, *weight.shape, bias, dtype)
+        return linear_c(x, weight.panels, *weight.shape, bias, dtype, out)
     if isinstance(weight, NarrowWeight):
-        return linear_narrow_c(x, weight, bias, dtype)
+        return linear_narrow_c(x, weight, bias, dtype, out)
     if isinstance(weight, QuantizedWeight):
-        return quantized_linear_ref(x, weight, bias).to(dtype)
-    return F.linear(x, weight, bias).to(dtype)
+        y = quantized_linear_ref(x, weight, bias)
+    else:
+        y = F.linear(x, weight, bias)
+    return y.to(dtype or x.dtype) if out is None else out.copy_(y)
 
 def quantized_linear_ref(x, weight, bias=None):
     """x (T, K) times a QuantizedWeight in fp32 (T, N). A million weights at a time are expanded."""
@@ -1675,6 +1712,18 @@ def quantized_linear_ref(x, weight, bias=None):
                    for n in range(0, N, step)], 1)
     y = y if scale is None else y * scale
     return y if bias is None else y + bias.float()
+
+def embed(ids, weight, dtype):
+    """Rows ids (T,) of a prepared weight (N, K), and the residual stream before anything was added
+    to it: (x (T, K) in dtype, zeros (T, K) fp32)."""
+    packed = isinstance(weight, PackedWeight) or (
+        isinstance(weight, NarrowWeight) and weight.inputs is None)
+    plain = (isinstance(weight, torch.Tensor) and not weight.is_cuda and weight.dtype in C_DTYPES
+             and FORCE != "torch" and c_library()[0])
+    if (packed or plain) and dtype in C_DTYPES:
+        return embed_c(ids, weight, dtype)
+    x = embedding(ids, weight).to(dtype)
+    return x, torch.zeros(x.shape, device=x.device)
 
 def embedding(ids, weight):
     """Rows ids (T,) of a prepared or unprepared weight (N, K): (T, K), fp32 unless they are stored
@@ -1736,7 +1785,11 @@ class AttentionBackend:
     name: str
     fn: Callable
     reason: Callable          # the facts of why_not, by name -> None or one phrase
-    executed: int = 0
+
+    @property
+    def executed(self):
+        """How often this backend ran."""
+        return KERNELS["paged_attention"].executed[self.name]
 
     def why_not(self, device, dtype, kv_dtype, head_dim, block_size, group, softcap=False):
         """None when the backend can run this model here, else the reason as one phrase."""
@@ -1750,7 +1803,7 @@ class AttentionBackend:
         require(H % KH == 0 and kv.data.shape[4] == D, "attention: q", q, "cache", kv.data)
         require(meta.block_table.dtype == meta.seq_lens.dtype == meta.query_start_loc.dtype
                 == torch.int32, "attention: metadata must be int32")
-        self.executed += 1
+        KERNELS["paged_attention"].executed[self.name] += 1
         return self.fn(q, kv, meta, scale, window, softcap)
 
 def attention_sdpa(q, kv, meta, scale, window=0, softcap=0.0):
@@ -1967,3 +2020,80 @@ def fp8_attention_error(seeds=(0, 1, 2), N=1024, D=64):
             o = attend(round_fp8(a, rows), round_fp8(b, rows), round_fp8(v, rows))
             error[name] += (o.double() - exact).pow(2).mean().sqrt().item() / len(seeds)
     return dict(error)
+
+
+# ==================================================================================================
+# 12  Recorded steps
+# ==================================================================================================
+# The Python of a decode step, two hundred calls, takes longer than some of the operators it calls,
+# and each call wakes the other threads up once more. What it does is the same in every step but for
+# the numbers in its inputs. So the step is recorded once: the operators are not run but written
+# down, with the addresses of what they read and write, and a replay runs the list in C, in one
+# parallel region. A CUDA graph is the same idea on a GPU, where a launch is what takes the time.
+#
+#     record   rms_norm -> linear -> rope_store_kv -> attention -> ..   once, with buffers as inputs
+#     replay   inputs into the buffers, run(list, tokens, sequences)    every step
+#
+# Invariant: a replay has the bits of the step run eagerly.
+# Invariant: every operator of a recording is in the list: one that torch would run is an error.
+# Why: the number of tokens is an argument here, so one recording does for all. A CUDA graph has
+#   its grid sizes built in; there one is made for each batch size.
+
+def record(step, device):
+    """Record what step() does to tensors: (replay(tokens, sequences), what it returned, which every
+    replay writes anew). ValueError names an operation that cannot be recorded."""
+    if device.type == "cpu":
+        recording = Recording(step)
+        return recording.replay, recording.result
+    step()  # kernels compile outside the recording
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return lambda tokens, sequences: graph.replay(), result
+
+class Recording:
+    """The C operators of a step, and the memory that they write to."""
+    def __init__(self, step):
+        global RECORDING
+        self.ops, self.memory = [], []      # memory: [buffer, weak reference to who has it]
+        before = {name: kernel.executed.copy() for name, kernel in KERNELS.items()}
+        RECORDING = self
+        try:
+            with _OnlyViews():
+                self.result = step()
+        finally:
+            RECORDING = None
+            made = {name: kernel.executed - before[name] for name, kernel in KERNELS.items()}
+            self.counts = {name: counts for name, counts in made.items() if counts}
+            for name in self.counts:
+                KERNELS[name].executed = before[name]
+        self.program = b"".join(self.ops)
+
+    def empty(self, shape, dtype):
+        """A tensor for a result. It takes the place of one of the same size that nobody holds any
+        more, so that the layers use the same few buffers, which stay in the processor's cache."""
+        size = math.prod(shape) * dtype.itemsize
+        for place in self.memory:
+            if len(place[0]) == size and place[1]() is None:
+                break
+        else:
+            raw = np.empty(size + 64, np.uint8)
+            start = -raw.ctypes.data % 64       # as aligned as torch's own memory
+            place = [raw[start : start + size], None]
+            self.memory.append(place)
+        array = place[0][:]             # lives as long as a tensor that uses it
+        place[1] = weakref.ref(array)
+        return torch.from_numpy(array).view(dtype).view(shape)
+
+    def replay(self, tokens, sequences):
+        """Run the step again, on the first so many rows of its inputs."""
+        c_library()[0].run(self.program, len(self.ops), tokens, sequences)
+        for name, counts in self.counts.items():
+            KERNELS[name].executed.update(counts)
+
+class _OnlyViews(TorchDispatchMode):
+    """Refuses every torch operation that computes: a replay would leave it out."""
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        require(function.is_view, f"{function} has no C member")
+        return function(*args, **(kwargs or {}))

@@ -209,7 +209,7 @@ class EngineConfig:
     prompt_lookup_min: int = option(2, "fewest tokens that ngram must find again", 1)
     prompt_lookup_max: int = option(4, "most tokens that ngram looks for", 1)
     adapt_draft_length: bool = option(True, "draft less where drafts are rejected")
-    enforce_eager: bool = option(False, "on a GPU: do not record decode steps as CUDA graphs")
+    enforce_eager: bool = option(False, "run every step call by call, do not record and replay it")
     paranoid: bool = option(False, "check every invariant of section 17 after every step (slow)")
     trace: str | None = option(None, "write one record per step to this file")
     trace_format: str = option("jsonl", "jsonl, or chrome to open it in Perfetto",
@@ -517,8 +517,12 @@ class Linear:
     def __call__(self, x):
         if len(self.weights) == 1:
             return kernels.linear(x, self.weights[0], self.bias)
-        y = torch.cat([kernels.linear(x, weight) for weight in self.weights], 1)
-        return y if self.bias is None else y + self.bias
+        sizes = [weight.shape[0] for weight in self.weights]
+        y = kernels.empty((len(x), sum(sizes)), x.dtype, x.device)
+        biases = self.bias.split(sizes) if self.bias is not None else [None] * len(sizes)
+        for weight, bias, columns in zip(self.weights, biases, y.split(sizes, dim=1)):
+            kernels.linear(x, weight, bias, out=columns)
+        return y
 
 def join_rows(parts):
     """One weight that holds the rows of all, or the parts as they are if their forms differ."""
@@ -702,7 +706,7 @@ class Attention:
         if self.norms:
             heads = qkv.view(len(x), H + 2 * KH, D)
             for part, weight in zip((heads[:, :H], heads[:, H : H + KH]), self.norms):
-                part.copy_(kernels.rms_norm(part, weight, c.rms_norm_eps))
+                kernels.rms_norm(part, weight, c.rms_norm_eps, out=part)
         q = kernels.rope_store_kv(qkv, self.model.cos_sin, ctx.positions, kv, ctx.meta.slot_mapping,
                                   H, KH, D, c.rope["interleaved"])  # (T, H, D)
         out = self.model.attention_backend(q, kv, ctx.meta, D**-0.5, self.window)  # (T, H, D)
@@ -742,7 +746,8 @@ class Model:
         tied = config.tie_word_embeddings
         lm_head = self.embed_tokens if tied else self.weight("lm_head", (V, E), head=True)
         self.lm_head = kernels.prepare_weight(lm_head, dtype)
-        self.embed_tokens = self.lm_head if tied else self.embed_tokens  # one table serves both
+        self.embed_tokens = (self.lm_head if tied  # one table serves both
+                             else kernels.prepare_weight(self.embed_tokens, dtype))
         ckpt.finish()
         del self.ckpt  # its files are closed with it
 
@@ -791,8 +796,8 @@ class Model:
     def forward(self, token_ids, ctx):
         """token_ids (T,) -> normalised hidden states (T, E). `x` is always the newest contribution;
         the norm adds it to the residual stream, which is fp32 (see rms_norm), and normalises."""
-        x = kernels.embedding(token_ids, self.embed_tokens).to(self.dtype)  # (T, E)
-        residual, eps = torch.zeros(x.shape, device=self.device), self.config.rms_norm_eps
+        x, residual = kernels.embed(token_ids, self.embed_tokens, self.dtype)  # (T, E)
+        eps = self.config.rms_norm_eps
         for input_norm, attention, post_norm, mlp in self.layers:
             x = attention(kernels.rms_norm(x, input_norm, eps, residual), ctx)  # residual += x
             x = mlp(kernels.rms_norm(x, post_norm, eps, residual))
@@ -2023,8 +2028,8 @@ class DraftModel:
 #              slot_mapping = block_table[row, pos // BS] * BS + pos % BS
 #
 # The runner appends the tokens it samples to its own rows, so the plan never carries them back.
-# On a GPU a decode step is hundreds of short kernels, and launching them takes longer than running
-# them: the step is recorded once per batch size (CUDA graph) and replayed with one launch.
+# A decode step is hundreds of short kernels, and calling them takes longer than running some of
+# them: the step is recorded once and replayed with one call.
 #
 # Invariant: a row's blocks equal the scheduler's table (what a window expired is never read).
 # Invariant: the tensors of a step follow from the plan and the rows alone.
@@ -2039,45 +2044,53 @@ class RunnerRequest:
     params: SamplingParams
     rules: LogitsRules | None
 
-class DecodeGraphs:
-    """Recorded decode steps (one token per sequence) for batch sizes 1, 2, 4, 8, 16, 24, ..., 256.
+class RecordedSteps:
+    """Steps recorded once and replayed (kernels.py 12).
 
-    A recording reads and writes fixed addresses, so inputs are copied into buffers and the batch is
-    padded to the next recorded size. A padding row has sequence length 0 and slot -1: it attends to
-    nothing and writes nowhere."""
-    def __init__(self, model, kv, max_num_seqs, max_model_len, block_size):
-        self.model, self.kv, self.max_len = model, kv, max_model_len
-        self.sizes = [size for size in (1, 2, 4, *range(8, 257, 8)) if size < 2 * max_num_seqs]
-        self.recorded = {}  # size -> (replay function, its hidden states)
+    A recording reads and writes fixed addresses, so the inputs of a step are copied into buffers.
+    On a CPU one recording serves every step of up to 256 tokens. A CUDA graph serves one size, and
+    only decode steps (one token per sequence): they are recorded for 1, 2, 4, 8, 16, 24, ..., 256
+    sequences when first needed, and a step is padded to the next of these. A padding row has
+    sequence length 0 and slot -1: it attends to nothing and writes nowhere."""
+    def __init__(self, model, kv, config, max_model_len):
+        """ValueError says why the steps of this model cannot be recorded."""
+        self.model, self.kv, self.max_len, self.recorded = model, kv, max_model_len, {}
+        self.decode_only = model.device.type == "cuda"
+        self.sizes = [size for size in (1, 2, 4, *range(8, 257, 8))
+                      if size < 2 * config.max_num_seqs] if self.decode_only else [256]
         largest, narrow = self.sizes[-1], dict(dtype=torch.int32, device=model.device)
         wide = torch.zeros((3, largest), dtype=torch.int64, device=model.device)
         self.token_ids, self.positions, self.slots = wide
         self.seq_lens = torch.zeros(largest, **narrow)
-        self.block_table = torch.zeros((largest, cdiv(max_model_len, block_size)), **narrow)
+        self.block_table = torch.zeros((largest, cdiv(max_model_len, config.block_size)), **narrow)
         self.query_start_loc = torch.arange(largest + 1, **narrow)
+        if not self.decode_only:
+            self.record(largest)
 
     def run(self, token_ids, ctx):
-        """Hidden states (T, E) like model.forward; eager if the batch is larger than any size."""
-        count = len(token_ids)
-        if count > self.sizes[-1]:
+        """Hidden states (T, E) like model.forward, which runs what no recording fits."""
+        T, S = len(token_ids), len(ctx.meta.seq_lens)
+        if T > self.sizes[-1] or self.decode_only and ctx.meta.max_query_len > 1:
             return self.model.forward(token_ids, ctx)
-        size = self.sizes[bisect.bisect_left(self.sizes, count)]
+        size = self.sizes[bisect.bisect_left(self.sizes, T)]
         self.fill(token_ids, ctx, size)
         if size not in self.recorded:
-            self.recorded[size] = self.record(size)
+            self.record(size)
         replay, hidden = self.recorded[size]
-        replay()
-        return hidden[:count]
+        replay(T, S)
+        return hidden[:T]
 
     def fill(self, token_ids, ctx, size):
         """Copy a step into the buffers and make the rows up to `size` padding."""
-        count, table = len(token_ids), ctx.meta.block_table
+        meta = ctx.meta
         for buffer, values, blank in (
                 (self.token_ids, token_ids, 0), (self.positions, ctx.positions, 0),
-                (self.slots, ctx.meta.slot_mapping, -1), (self.seq_lens, ctx.meta.seq_lens, 0)):
-            buffer[:count] = values
-            buffer[count:size] = blank
-        self.block_table[:count, : table.shape[1]] = table
+                (self.slots, meta.slot_mapping, -1), (self.seq_lens, meta.seq_lens, 0)):
+            buffer[: len(values)] = values
+            buffer[len(values) : size] = blank
+        self.query_start_loc[: len(meta.query_start_loc)] = meta.query_start_loc
+        count, width = meta.block_table.shape
+        self.block_table[:count, :width] = meta.block_table
 
     def inputs(self, size):
         """(token ids, ForwardContext) of the first rows of the buffers."""
@@ -2087,14 +2100,10 @@ class DecodeGraphs:
         return self.token_ids[:size], ForwardContext(self.positions[:size], meta, self.kv)
 
     def record(self, size):
-        """(function that replays the step, the tensor it leaves the hidden states in)"""
-        token_ids, ctx = self.inputs(size)
-        self.model.forward(token_ids, ctx)  # kernels compile outside the recording
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            hidden = self.model.forward(token_ids, ctx)
-        return graph.replay, hidden
+        inputs = self.inputs(size)
+        with torch.inference_mode():
+            self.recorded[size] = kernels.record(
+                lambda: self.model.forward(*inputs), self.model.device)
 
 def kv_arrays(model, num_blocks, block_size, kv_dtype):
     """The KV cache of a model: a LayerKV of zeros for each layer."""
@@ -2115,9 +2124,14 @@ class ModelRunner:
         self.kv = kv_arrays(model, num_blocks, self.block_size, kv_dtype)
         self.drafter, self.draft_model = DRAFTERS[config.speculative], draft_model
         self.draft_length, self.max_model_len = DraftLength(config, R), max_model_len
-        self.decode_graphs, self.activation_bytes = None, 0  # the most of any step
-        if self.device.type == "cuda" and not config.enforce_eager:
-            self.decode_graphs = DecodeGraphs(model, self.kv, R, max_model_len, self.block_size)
+        self.activation_bytes, self.recorded = 0, None  # the most of any step
+        self.report = "steps: run eagerly (enforce_eager)"
+        if not config.enforce_eager:
+            try:
+                self.recorded = RecordedSteps(model, self.kv, config, max_model_len)
+                self.report = "steps: recorded and replayed"
+            except ValueError as e:
+                self.report = f"steps: run eagerly ({e})"
         self.requests, self.free_rows = {}, list(range(R))[::-1]
         self.token_ids = np.zeros((R, max_model_len + 1), np.int64)
         self.block_table = np.zeros((R, cdiv(max_model_len, self.block_size)), np.int32)
@@ -2176,8 +2190,8 @@ class ModelRunner:
         done = np.flatnonzero(starts + counts >= self.num_tokens[rows])  # the others are mid-input
         clock.lap("pack")
         with torch.inference_mode():
-            graphs = self.decode_graphs if ctx.meta.max_query_len == 1 else None
-            hidden = (graphs.run if graphs else self.model.forward)(token_ids, ctx)  # (T, E)
+            forward = self.recorded.run if self.recorded else self.model.forward
+            hidden = forward(token_ids, ctx)  # (T, E)
             ends = counts.cumsum()
             for i, request in enumerate(requests):
                 if request.params.prompt_logprobs is not None:
@@ -2404,6 +2418,7 @@ class EngineCore:
             draft = DraftModel(draft[0], kv_arrays(draft[0], num_blocks, BS, draft[1]),
                                len(draft[0].cos_sin), config.max_num_seqs)
         self.runner = ModelRunner(model, num_blocks, config, self.max_model_len, kv_dtype, draft)
+        self.report.append(self.runner.report)
         self.seeds = random.Random(config.seed)  # for requests that bring none
         self.scheduler = Scheduler(
             replace(config, max_model_len=self.max_model_len),

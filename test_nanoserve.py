@@ -910,6 +910,10 @@ def test_rows_of_a_packed_weight_are_the_rows_that_were_packed(form):
         ids = torch.tensor([0, N - 1, 3, 3])
         for table in (weight, kernels.prepare_weight(weight, FP32)):
             torch.testing.assert_close(kernels.embedding(ids, table), weight.dequantize()[ids], rtol=0, atol=1e-6)
+            for dtype in (FP32, BF16):
+                x, residual = kernels.embed(ids, table, dtype)
+                torch.testing.assert_close(x, weight.dequantize()[ids].to(dtype), rtol=0, atol=1e-6 if dtype == FP32 else 0.01)
+                assert residual.shape == x.shape and residual.dtype == FP32 and not residual.any()
 
 
 def test_rows_of_dense_tables():
@@ -917,6 +921,10 @@ def test_rows_of_dense_tables():
     ids = torch.tensor([69, 0, 31, 32])
     for table in (w, kernels.prepare_weight(w, FP32)):
         assert torch.equal(kernels.embedding(ids, table).to(BF16), w[ids])
+    for table in (w, w.float(), w.half(), kernels.prepare_weight(w, FP32)):
+        for dtype in (FP32, BF16):
+            x, residual = kernels.embed(ids, table, dtype)
+            assert torch.equal(x, w[ids].to(dtype)) and not residual.any()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -1217,7 +1225,7 @@ def test_stats_report_bytes_by_kind():
         assert any(line.startswith("matrices: ") for line in llm.core.report)
     layer = 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 128)
     assert sizes["none"]["weight_bytes"] == 4 * (layer + 2 * 272 * 64) and sizes["none"]["scale_bytes"] == 0
-    tables = 272 * 64 + 320 * 64  # the LM head is packed in panels of 64 rows
+    tables = 2 * 320 * 64  # embedding and LM head are packed in panels of 64 rows
     assert sizes["int8"]["weight_bytes"] == layer + tables
     assert sizes["int4"]["weight_bytes"] == layer // 2 + tables and sizes["int4"]["scale_bytes"] > sizes["int8"]["scale_bytes"] > 0
 
@@ -4157,25 +4165,28 @@ def test_a_seed_holds_whatever_the_mates_do():
 
 @contextlib.contextmanager
 def graphs_on_the_cpu(llm, monkeypatch):
-    """The engine with recorded decode steps, where a recording is a function that runs the step on
-    the same buffers. Yields the sizes that were recorded and replayed."""
-    sizes = []
+    """The engine with decode steps recorded as on a GPU, where a recording is a function that runs
+    the step on the same buffers. Yields the sizes that were recorded and replayed."""
+    sizes, core = [], llm.core
 
     def record(self, size):
         token_ids, ctx = self.inputs(size)
         hidden = torch.full((size, self.model.config.hidden_size), math.nan)
 
-        def replay():
+        def replay(tokens, sequences):
+            assert tokens == sequences <= size
             sizes.append(size)
             hidden.copy_(self.model.forward(token_ids, ctx))
-        return replay, hidden
+        self.recorded[size] = replay, hidden
 
-    monkeypatch.setattr(ns.DecodeGraphs, "record", record)
-    runner = llm.core.runner
-    runner.decode_graphs = ns.DecodeGraphs(
-        runner.model, runner.kv, llm.core.scheduler.config.max_num_seqs, llm.core.max_model_len,
-        llm.core.config.block_size)
-    yield sizes
+    monkeypatch.setattr(ns.RecordedSteps, "record", record)
+    with monkeypatch.context() as m:
+        m.setattr(core.runner.model, "device", torch.device("cuda"))
+        m.setattr(ns.torch, "zeros", lambda *args, device, zeros=torch.zeros, **kw: zeros(*args, **kw))
+        m.setattr(ns.torch, "arange", lambda *args, device, arange=torch.arange, **kw: arange(*args, **kw))
+        steps = ns.RecordedSteps(core.runner.model, core.runner.kv, core.scheduler.config, core.max_model_len)
+    core.runner.recorded = steps
+    yield steps, sizes
 
 
 def test_recorded_decode_steps_give_the_tokens_of_eager_ones(monkeypatch):
@@ -4186,7 +4197,7 @@ def test_recorded_decode_steps_give_the_tokens_of_eager_ones(monkeypatch):
     llm = toy_llm(max_num_seqs=11)
     eager = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
     llm.core.reset_prefix_cache()
-    with graphs_on_the_cpu(llm, monkeypatch) as sizes:
+    with graphs_on_the_cpu(llm, monkeypatch) as (_, sizes):
         recorded = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
     assert recorded == eager
     assert {16, 8, 4, 2, 1} >= set(sizes) > {1}  # 11 requests, then fewer and fewer
@@ -4194,8 +4205,7 @@ def test_recorded_decode_steps_give_the_tokens_of_eager_ones(monkeypatch):
 
 def test_padding_rows_of_a_recording_write_nowhere_and_read_nothing(monkeypatch):
     llm = toy_llm(max_num_seqs=8)
-    with graphs_on_the_cpu(llm, monkeypatch):
-        graphs = llm.core.runner.decode_graphs
+    with graphs_on_the_cpu(llm, monkeypatch) as (graphs, _):
         assert graphs.sizes == [1, 2, 4, 8]
         for layer in graphs.kv:
             layer.data.fill_(math.nan)  # whoever reads a slot that nobody wrote gets NaN
@@ -4214,11 +4224,101 @@ def test_padding_rows_of_a_recording_write_nowhere_and_read_nothing(monkeypatch)
 
 def test_a_batch_above_the_largest_recording_runs_eagerly(monkeypatch):
     llm = toy_llm(max_num_seqs=4)
-    with graphs_on_the_cpu(llm, monkeypatch) as sizes:
-        llm.core.runner.decode_graphs.sizes = [1, 2]
+    with graphs_on_the_cpu(llm, monkeypatch) as (graphs, sizes):
+        graphs.sizes = [1, 2]
         llm.generate([[i + 1] for i in range(4)], ns.SamplingParams(temperature=0, max_tokens=5),
                      use_tqdm=False)
     assert not sizes
+
+
+def replayed_and_eager(model, **options):
+    """Two engines that differ in enforce_eager only; the first must have recorded its steps."""
+    options = dict(model=str(model), dtype="bfloat16", num_kv_blocks=400, paranoid=True,
+                   max_num_seqs=12, max_num_batched_tokens=64) | options
+    engines = [ns.LLM(**options, enforce_eager=eager) for eager in (False, True)]
+    assert [llm.core.report[-1] for llm in engines] == [
+        "steps: recorded and replayed", "steps: run eagerly (enforce_eager)"]
+    return engines
+
+
+def tokens_and_logprobs(llm, prompts, params):
+    return [(o.outputs[0].token_ids, o.outputs[0].finish_reason, o.num_cached_tokens,
+             [{token: entry.logprob for token, entry in position.items()} for position in o.outputs[0].logprobs])
+            for o in ask(llm, prompts, params)]
+
+
+@needs_c
+@pytest.mark.parametrize("options", [
+    {}, {"quantization": "int4"}, {"quantization": "int8"}, {"quantization": "w8a8"}, {"quantization": "fp8"},
+    {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"num_kv_blocks": 14}, {"speculative": "ngram"},
+    {"speculative": "ngram", "quantization": "int4", "num_kv_blocks": 14}, {"scheduling_policy": "priority"}], ids=str)
+def test_replayed_steps_have_the_bits_of_eager_ones(options):
+    """Chunked prompts, mixed batches, hits, preemptions, drafts: 64 tokens in a step, 4 to 90 in a prompt."""
+    engines = replayed_and_eager("toy", **options)
+    prompts = [{"prompt_token_ids": [(7 * i * i + j) % 5 + 97 for j in range(4 + 11 * (i % 8))]} for i in range(12)]
+    params = [ns.SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=5 + i % 9, ignore_eos=True,
+                                logprobs=2, priority=i % 3) for i in range(12)]
+    results = [[tokens_and_logprobs(llm, prompts, params) for _ in range(2)] for llm in engines]
+    assert results[0] == results[1]
+    stats = [llm.core.stats() for llm in engines]
+    assert stats[0]["attention_executed"] == stats[1]["attention_executed"] > 0
+    assert (stats[0]["preemptions"] > 0) == ("num_kv_blocks" in options)
+
+
+@needs_c
+@pytest.mark.parametrize("case", ["Qwen3 tied", "Qwen2 untied", "all biases", "window", "head_dim odd sizes"])
+def test_replayed_steps_of_every_family(tmp_path, case):
+    """Norms of q and k inside qkv, biases, windows, a table of its own; int8 parts that cannot be stacked."""
+    family, fields, rope = MODEL_CASES[case]
+    folder = tiny_checkpoint(tmp_path / "m", family, fields, rope)
+    prompts = [{"prompt_token_ids": list(range(9, 9 + n))} for n in (3, 40, 17)]
+    for options in ({}, {"quantization": "odd rows"}):
+        with pytest.MonkeyPatch.context() as m:
+            m.setitem(ns.QUANTS, "odd rows", ns.Quant(
+                "int8 where N is not 32", lambda w, config: w if len(w) == 32 else kernels.quantize_int8(w), "none"))
+            engines = replayed_and_eager(folder, **options)
+        linear = engines[0].core.runner.model.layers[0][1].qkv_proj
+        results = [tokens_and_logprobs(llm, prompts, greedy(8, ignore_eos=True, logprobs=2)) for llm in engines]
+        assert results[0] == results[1]
+
+
+@needs_c
+def test_steps_that_cannot_be_recorded_run_eagerly_and_say_why():
+    for options, reason in (({"dtype": "float32"}, "aten.linear"), ({"attention_backend": "torch"}, "aten."),
+                            ({"attention_backend": "sdpa"}, "aten.")):
+        llm = ns.LLM(**{"model": "toy", "dtype": "bfloat16", "num_kv_blocks": 40} | options)
+        assert llm.core.report[-1].startswith(f"steps: run eagerly ({reason}"), llm.core.report
+        assert kernels.RECORDING is None
+        assert len(ask(llm, [[1, 2, 3]], greedy(4, ignore_eos=True))[0].outputs[0].token_ids) == 4
+
+
+@needs_c
+def test_a_token_that_the_table_does_not_have_fails_alone():
+    for options in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int4"}, {"dtype": "float32"}):
+        llm = ns.LLM(model="toy", num_kv_blocks=60, **options)
+        expected = ask(llm, [[1, 2, 3]], greedy(4, ignore_eos=True))[0].outputs[0].token_ids
+        table = llm.core.runner.model.embed_tokens
+        for ids in ([llm.core.model_config.vocab_size], [-1]):
+            x, residual = kernels.embed(torch.tensor([5, *ids]), table, llm.core.runner.model.dtype)
+            assert x[0].isfinite().all() and x[1].isnan().all() and not residual.any()
+
+
+@needs_c
+def test_a_recording_uses_memory_again():
+    weight = torch.ones(32, dtype=BF16)
+
+    def step():
+        x = kernels.empty((4, 32), BF16)
+        for _ in range(9):
+            x = kernels.rms_norm(x, weight, 1e-5)
+        return x
+
+    recording = kernels.Recording(step)
+    assert len(recording.ops) == 9 and len(recording.memory) == 2
+    assert recording.result.data_ptr() % 64 == 0
+    with pytest.raises(ValueError, match="aten.add"):
+        kernels.Recording(lambda: kernels.empty((4, 32), BF16) + 1)
+    assert kernels.RECORDING is None
 
 
 # ==================================================================================================
@@ -4431,9 +4531,14 @@ def answers(llm, jobs):
             for o in outputs for c in o.outputs]
 
 
+# In the C members a row's bits do not depend on the batch; torch's fp32 products are not so exact, and a
+# draw with its law may then fall on the other side of an edge.
+EXACT = "bfloat16" if kernels.c_library()[0] else "float32"
+
+
 @functools.cache
 def plain_answers(greedy):
-    return answers(toy_llm(), mixed_batch(greedy))
+    return answers(toy_llm(dtype=EXACT), mixed_batch(greedy))
 
 
 SPEC_SWITCHES = {name: SWITCHES[name] for name in ("default", "no prefix cache", "one seat", "budget 9", "chunk cap", "block size 1")}
@@ -4446,7 +4551,7 @@ SPEC_SWITCHES["fixed length"] = dict(adapt_draft_length=False, num_speculative_t
 def test_drafts_change_no_token(drafter, switch):
     """32 mixed requests get what they get without speculation: greedy ones with any drafter, sampled
     ones with n-grams. Drafts of the model itself are all right unless something ends first."""
-    llm, greedy_only = drafting_llm(drafter, **SPEC_SWITCHES[switch]), drafter != "ngram"
+    llm, greedy_only = drafting_llm(drafter, dtype=EXACT, **SPEC_SWITCHES[switch]), drafter != "ngram"
     assert answers(llm, mixed_batch(greedy_only)) == plain_answers(greedy_only)
     stats = llm.core.stats()
     assert stats["spec_accepted"] > 20 and (stats["preemptions"] > 5) == (switch == "preemption")
@@ -6949,6 +7054,9 @@ def test_rms_norm_and_silu_mul(dtype, E):
         close_c(got.nan_to_num(7), want.nan_to_num(7), dtype)
     heads = torch.randn(9, 7, E).to(dtype)[:, 2:5]      # q inside qkv: strided rows
     close_c(kernels.rms_norm_c(heads, w, 1e-5), kernels.rms_norm_ref(heads, w, 1e-5), dtype)
+    expected = kernels.rms_norm_ref(heads, w, 1e-5)
+    assert kernels.rms_norm_c(heads, w, 1e-5, out=heads) is heads
+    close_c(heads, expected, dtype)
 
 
 @needs_c
