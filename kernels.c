@@ -621,12 +621,15 @@ INLINE void embed(int bf, Team *t, int form, const Narrow *a, const int64_t *ids
 // Here both do the same operations in the same order, hence the same bits.
 static const float NEVER = -1e30f;  // a score that is not seen; finite: NEVER - NEVER is not NaN
 // Where the rows of a chunk lie. While one chunk is computed the next is asked for, a few rows at a
-// time: memory answers after hundreds of cycles, and blocks lie anywhere.
+// time: memory answers after hundreds of cycles, and blocks lie anywhere. All heads of a position are
+// asked for at once: they lie side by side, and the processor looks ahead by itself along a line.
 typedef struct {
-  const char *k[CHUNK], *v[CHUNK]; float k_scale[CHUNK], v_scale[CHUNK]; long n, fetched, bytes;
+  const char *k[CHUNK], *v[CHUNK]; float k_scale[CHUNK], v_scale[CHUNK];
+  long n, fetched, bytes, heads;
 } Rows;
-INLINE void fetch(Rows *r, long count) {
-  for (long end = least(r->n, r->fetched + count); r->fetched < end; r->fetched++)
+INLINE void fetch(Rows *r) {  // called n / 8 times for each head of the chunk that is computed
+  long end = least(r->n, r->fetched + (8 + r->heads - 1) / r->heads);
+  for (; r->fetched < end; r->fetched++)
     for (long b = 0; b < r->bytes; b += 64) {
       __builtin_prefetch(r->k[r->fetched] + b);
       __builtin_prefetch(r->v[r->fetched] + b);
@@ -774,7 +777,7 @@ INLINE void scores_direct(int R, int bf, Rows *now, Rows *ahead, const char *q, 
                                q + (r * DP + d) * size_of(bf) + 4 * i);
     }
     for (int r = 0; r < R; r++) memcpy(s[r] + t, c[r], sizeof c[r]);
-    fetch(ahead, 8);
+    fetch(ahead);
   }
 }
 INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, long DP, long D,
@@ -787,7 +790,7 @@ INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, l
       value_words(bf, bf, now->v + t, d + NC, D, w + 2);
       for (int r = 0; r < R; r++) for (int j = 0; j < 2 * PARTS; j++)
         c[r][j] = multiply_add(bf, c[r][j], ((u32n *)w)[j], p + (r * CHUNK + t) * size_of(bf));
-      if (t % 16 == 0) fetch(ahead, 8);
+      if (t % 16 == 0) fetch(ahead);
     }
     for (int r = 0; r < R; r++) memcpy(o + r * DP + d, c[r], least(DP - d, 2 * NC) * 4);
   }
@@ -859,11 +862,12 @@ INLINE void finish(int bf, const Attn *a, const Item *w, const float *state) {
 }
 // The rows of chunk c and head h in whole panels. Positions outside [lo, hi) are zeros: a slot that
 // nobody wrote, or a block that left the window, may hold NaN, and 0 times NaN is NaN.
-INLINE void find_rows(const Attn *a, const Item *w, long h, long c, long lo, long hi,
-                      const char *zeros, Rows *r) {
+INLINE void find_rows(const Attn *a, const Item *w, long h, long c, const char *zeros, Rows *r) {
+  long lo = first_seen(a, row_pos(a, w->s, w->r0)), hi = row_pos(a, w->s, w->r1 - 1) + 1;
   long from = most(c * CHUNK, lo), offset = from % a->c.BS, y = size_of(a->c.kv);
   const int32_t *block_id = a->table + w->s * a->ld_table + from / a->c.BS;
-  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC); r->fetched = 0; r->bytes = a->D * y;
+  r->n = round_up(least(CHUNK, hi - c * CHUNK), NC);
+  r->fetched = 0; r->bytes = w->heads * a->D * y; r->heads = w->heads;
   for (long t = 0; t < r->n; t++) {
     r->k[t] = r->v[t] = zeros;
     r->k_scale[t] = r->v_scale[t] = 0;
@@ -880,7 +884,7 @@ INLINE void find_rows(const Attn *a, const Item *w, long h, long c, long lo, lon
   }
 }
 INLINE int direct(int bf, const Attn *a, const Item *w) {
-  return bf && a->c.kv == bf && (w->r1 - w->r0) * a->G <= ROWS;
+  return a->c.kv == bf && (w->r1 - w->r0) * a->G <= ROWS;
 }
 // All query rows of head h of an item against one chunk, at most ROWS at a time.
 INLINE void run_chunk(int bf, const Attn *a, const Item *w, long h, long c, const Chunk *ch,
@@ -901,24 +905,27 @@ INLINE void run_chunk(int bf, const Attn *a, const Item *w, long h, long c, cons
       attend(ROWS, bf, 0, a, ch, qi, least(ROWS, R - i), round_up(last, NC), from, to, st);
   }
 }
-INLINE void run_item(int bf, const Attn *a, const Item *w, char *space, float *state) {
+// `after` is the item that comes next, or 0.
+INLINE void run_item(int bf, const Attn *a, const Item *w, const Item *after, char *space,
+                     float *state) {
   long DP = a->DP, z = size_of(bf), rows = rows_of(a, w);
-  long lo = first_seen(a, row_pos(a, w->s, w->r0)), hi = row_pos(a, w->s, w->r1 - 1) + 1;
   char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z;
   char *zeros = q + rows * DP * z;
   memset(q, 0, (rows + ROWS) * DP * z);  // queries are padded to DP and to whole groups
   for (long i = 0; i < rows; i++)
     memcpy(q + i * DP * z, a->q + row_at(a, w, i, a->ldq) * z, a->D * z);
   clear(state, rows, DP);
-  Rows buffer[2];
-  find_rows(a, w, w->h, w->c0, lo, hi, zeros, buffer);
-  for (long c = w->c0, turn = 0; c < w->c1; c++) for (long h = 0; h < w->heads; h++, turn ^= 1) {
-    Chunk ch = {keys, values, buffer + turn, buffer + !turn};
-    long wrap = h + 1 == w->heads;  // next comes the next head, or head 0 of the next positions
-    ch.ahead->n = 0;
-    if (c + wrap < w->c1)
-      find_rows(a, w, wrap ? w->h : w->h + h + 1, c + wrap, lo, hi, zeros, ch.ahead);
-    if (!direct(bf, a, w)) pack_any(a->c.kv, bf, ch.now, a->D, keys, values);
+  Rows now, ahead;
+  for (long c = w->c0; c < w->c1; c++) for (long h = 0; h < w->heads; h++) {
+    Chunk ch = {keys, values, &now, &ahead};
+    find_rows(a, w, w->h + h, c, zeros, &now);
+    if (h == 0) {
+      ahead.n = ahead.fetched = 0;
+      if (c + 1 < w->c1) find_rows(a, w, w->h, c + 1, zeros, &ahead);
+      else if (after) find_rows(a, after, after->h, after->c0, zeros, &ahead);
+      ahead.heads = w->heads;
+    }
+    if (!direct(bf, a, w)) pack_any(a->c.kv, bf, &now, a->D, keys, values);
     run_chunk(bf, a, w, h, c, &ch, q, state);
   }
 }
@@ -930,8 +937,9 @@ INLINE void attention(int bf, Team *t, const Attn *a) {
   float *state = (float *)(mine + space);
   Item *w = (Item *)(mine + space + state_size);
   plan(a, w, t->shared);
-  for (long i; (i = next(t)) < n;) {
-    run_item(bf, a, w + i, mine, a->split ? w[i].part : state);
+  for (long i = next(t), j; i < n; i = j) {
+    j = next(t);
+    run_item(bf, a, w + i, j < n ? w + j : 0, mine, a->split ? w[i].part : state);
     if (!a->split) finish(bf, a, w + i, state);
   }
   if (!a->split) return;
