@@ -490,7 +490,7 @@ class Checkpoint:
 class SafetensorsFolder(Checkpoint):
     """A Hugging Face folder: config.json, and one .safetensors file or shards with an index."""
     def __init__(self, folder):
-        self.folder, self.home, shapes = Path(folder), {}, {}  # home: tensor name -> its open file
+        self.folder, self.home, shapes = Path(folder), {}, {}  # home: tensor name -> its file
         config = read_json(self.folder / "config.json")
         generation_config = read_json(self.folder / "generation_config.json", {})
         files = self._list_files()
@@ -501,9 +501,9 @@ class SafetensorsFolder(Checkpoint):
                 handle = safetensors.safe_open(path, framework="pt")
             for name in handle.keys():
                 require(name not in shapes, f"{path}: tensor {name} is in two shards")
-                shapes[name], self.home[name] = tuple(handle.get_slice(name).get_shape()), handle
+                shapes[name], self.home[name] = tuple(handle.get_slice(name).get_shape()), path
             for name in files[file]:
-                require(self.home.get(name) is handle, f"{path}: tensor {name} is missing")
+                require(self.home.get(name) == path, f"{path}: tensor {name} is missing")
         super().__init__(folder, config, generation_config, shapes)
         self.scheme = read_scheme(config, folder)
 
@@ -525,7 +525,9 @@ class SafetensorsFolder(Checkpoint):
         return files
 
     def read(self, name):
-        return self.home[name].get_tensor(name)
+        # Opened for each tensor: what was read of a mapped file is memory until it is closed.
+        with safetensors.safe_open(self.home[name], framework="pt") as file:
+            return file.get_tensor(name)
 
     def take_weight(self, layer, shape):
         if self.scheme and self.scheme.holds(self, layer):

@@ -1037,6 +1037,16 @@ def unpack_int4(words, K):
     shifts = (4 * torch.arange(8, device=words.device, dtype=torch.int32)).view(1, 8, 1, 1)
     return ((tiles >> shifts) & 15).view(-1, words.shape[1])[:K]
 
+def by_rows(quantize):
+    """The same function, some rows at a time: what is wide of a large matrix stays small."""
+    @functools.wraps(quantize)
+    def pieces(w, *args, **options):
+        step = max(1, (1 << 20) // w.shape[1])
+        parts = [quantize(w[n : n + step], *args, **options) for n in range(0, len(w), step)]
+        return stack(parts)
+    return pieces
+
+@by_rows
 def quantize_int8(w):
     """w (N, K) as int8 with one scale per row: the largest of a row becomes 127, halves go to even.
     With int8_inputs the result is what is called w8a8."""
@@ -1044,6 +1054,7 @@ def quantize_int8(w):
     scales = (w.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
     return QuantizedWeight(torch.round(w / scales).to(torch.int8), scales, w.shape[1])
 
+@by_rows
 def quantize_int4(w, group=32, symmetric=False):
     """w (N, K) in 4 bits with a scale per `group` columns, K a multiple of it; halves go to even.
     Symmetric: the number farthest from zero becomes -8, as in GGUF's Q4_0; its scale may be
@@ -1061,6 +1072,7 @@ def quantize_int4(w, group=32, symmetric=False):
     return QuantizedWeight(codes.round().clamp(-8, 7).flatten(1).to(torch.int8), scales, group, 4,
                            mins)
 
+@by_rows
 def quantize_fp8(w):
     """w (N, K) as e4m3 with one scale per row: the largest of a row becomes 448, halves to even."""
     w = w.float()
@@ -1406,21 +1418,28 @@ def narrow_form(weight):
         return "w8a8"
     return "fp8" if fp8 else f"int{weight.bits}"
 
+def _pack_words(codes, form):
+    """Signed codes (N, K) uint8 -> the words of pack_codes."""
+    codes = F.pad(codes, (0, -codes.shape[1] % 8, 0, -len(codes) % 64))
+    if form == "int4":      # a byte holds codes k and k + 2
+        codes = codes.unflatten(1, (-1, 2, 2, 2)) & 15                 # (N, K / 8, 2, 2, 2)
+        codes = codes[:, :, :, 0] | codes[:, :, :, 1] << 4             # (N, K / 8, 2, 2)
+    else:
+        codes = codes.unflatten(1, (-1, 2, 2))
+    panels = codes.transpose(2, 3).reshape(len(codes) // 64, 64, -1, 4)
+    return panels.transpose(1, 2).contiguous()
+
 def pack_codes(weight):
     """QuantizedWeight -> (words, scales, mins) as kernels.c describes them: panels of 64 rows, N
     padded with zeros, K to a multiple of 8. Unsigned codes become signed, which the minima make up
     for. Scales and minima in bf16 if it holds all of them exactly."""
-    (N, K), form = weight.codes.shape, narrow_form(weight)
-    codes, mins = weight.codes.view(torch.uint8), weight.mins
-    if weight.codes.dtype == torch.uint8:
-        half = 1 << weight.bits - 1
-        codes, mins = codes - half, (0 if mins is None else mins) + half * weight.scales
-    codes = F.pad(codes, (0, -K % 8, 0, -N % 64))
-    if form == "int4":      # a byte holds codes k and k + 2
-        codes = codes.unflatten(1, (-1, 2, 2, 2)) & 15                 # (N, K / 8, 2, 2, 2)
-        codes = (codes[:, :, :, 0] | codes[:, :, :, 1] << 4)           # (N, K / 8, 2, 2)
-    codes = codes.unflatten(1, (-1, 2, 2)) if form != "int4" else codes
-    words = codes.transpose(2, 3).reshape(len(codes) // 64, 64, -1, 4).transpose(1, 2).contiguous()
+    (N, K), form, codes, mins = weight.codes.shape, narrow_form(weight), weight.codes, weight.mins
+    unsigned = (1 << weight.bits - 1) if codes.dtype == torch.uint8 else 0
+    if unsigned:
+        mins = (0 if mins is None else mins) + unsigned * weight.scales
+    step = 64 * max(1, (1 << 14) // K)          # a million at a time: the copies stay small
+    words = torch.cat([_pack_words(codes[n : n + step].view(torch.uint8) - unsigned, form)
+                       for n in range(0, N, step)])
     tables = [None if t is None else F.pad(t, (0, 0, 0, -N % 64)).unflatten(0, (-1, 64))
               .transpose(1, 2).contiguous() for t in (weight.scales.float(), mins)]
     short = [t if t is None else t.to(_BF16) for t in tables]

@@ -737,17 +737,15 @@ class Model:
         self.weight_dtype = weight_dtype or dtype
         self.cos_sin = rope_table(config, max_len, device)
         V, E = config.vocab_size, config.hidden_size
-        self.embed_tokens = self.weight("model.embed_tokens", (V, E), head=True)
+        # The largest matrices come first, while memory is empty. Tied: one table for both.
+        self.embed_tokens = self.lm_head = self.prepared("model.embed_tokens", (V, E))
+        if not config.tie_word_embeddings:
+            self.lm_head = self.prepared("lm_head", (V, E))
         self.layers = [
             (self.tensor(f"model.layers.{i}.input_layernorm.weight", (E,)), Attention(self, i),
              self.tensor(f"model.layers.{i}.post_attention_layernorm.weight", (E,)), MLP(self, i))
             for i in range(config.num_layers)]
         self.norm = self.tensor("model.norm.weight", (E,))
-        tied = config.tie_word_embeddings
-        lm_head = self.embed_tokens if tied else self.weight("lm_head", (V, E), head=True)
-        self.lm_head = kernels.prepare_weight(lm_head, dtype)
-        self.embed_tokens = (self.lm_head if tied  # one table serves both
-                             else kernels.prepare_weight(self.embed_tokens, dtype))
         ckpt.finish()
         del self.ckpt  # its files are closed with it
 
@@ -771,6 +769,10 @@ class Model:
         if isinstance(weight, kernels.QuantizedWeight):
             return weight.to(self.device)
         return weight.to(self.device, self.weight_dtype)
+
+    def prepared(self, name, shape):
+        """The embedding or the LM head."""
+        return kernels.prepare_weight(self.weight(name, shape, head=True), self.dtype)
 
     def matrix_bytes(self):
         """({"weights": bytes, "scales": bytes}, {form: bytes}) of all matrices."""

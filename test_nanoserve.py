@@ -1204,6 +1204,53 @@ def test_a_quantized_model_equals_the_model_of_its_dequantized_weights(options, 
     assert isinstance(weight, kernels.QuantizedWeight) and weight.int8_inputs == (options["quantization"] == "w8a8")
 
 
+PEAK = """
+import sys, nanoserve as ns
+def peak():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+params = ns.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+ns.LLM(model="toy", dtype="bfloat16").generate(["warm"], params, use_tqdm=False)
+before = peak()
+llm = ns.LLM(model=sys.argv[1], quantization=sys.argv[2], quantization_group=128, num_kv_blocks=64, dtype="bfloat16")
+llm.generate(["hello"], params, use_tqdm=False)
+print(peak() - before, llm.core.stats()["kv_bytes"])
+"""
+
+
+@needs_c
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="peak memory is read from /proc")
+def test_peak_memory_of_a_narrow_model(tmp_path):
+    """From a bf16 checkpoint to int4: the peak of loading and running, files that are mapped included, is
+    under 0.4 of the bf16 weights. glibc is told to give freed memory back, or it would be measured too."""
+    E, F, L, V = 1536, 6144, 8, 272
+    shapes = {"model.embed_tokens": (V, E), "lm_head": (V, E)}
+    for i in range(L):
+        for name, shape in (("self_attn.q_proj", (E, E)), ("self_attn.k_proj", (E, E)), ("self_attn.v_proj", (E, E)),
+                            ("self_attn.o_proj", (E, E)), ("mlp.gate_proj", (F, E)), ("mlp.up_proj", (F, E)),
+                            ("mlp.down_proj", (E, F))):
+            shapes[f"model.layers.{i}.{name}"] = shape
+    tensors = {f"{name}.weight": (torch.rand(shape) - 0.5).to(BF16) / 20 for name, shape in shapes.items()}
+    size = sum(t.numel() * 2 for t in tensors.values())
+    for i in range(L):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{i}.{name}.weight"] = torch.ones(E, dtype=BF16)
+    tensors["model.norm.weight"] = torch.ones(E, dtype=BF16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+    checkpoints.Tokenizer.byte().backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "hidden_size": E, "intermediate_size": F, "num_hidden_layers": L,
+        "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": V, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}))
+    share = {}
+    for quantization in ("int4", "none"):
+        run = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path), quantization], capture_output=True, text=True,
+                             env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_WAIT_POLICY": "passive"}, check=True)
+        grown, kv = map(int, run.stdout.split())
+        share[quantization] = (grown - kv) / size
+    assert size > 10 * 2 * 100_000 and share["int4"] < 0.4 and 1 < share["none"] < 1.4, share
+
+
 def test_parts_of_different_forms_stay_apart():
     a, b, c = torch.randn(8, 32), kernels.quantize_int8(torch.randn(8, 32)), kernels.quantize_int8(torch.randn(16, 32))
     assert [len(p) for p in ns.join_rows([a, a])] == [16] and len(ns.join_rows([a, b])) == 2
