@@ -11,6 +11,10 @@
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 // Floats in a register, and rows of one pass of `tile`: 8 x 2 sums and 2 panel vectors fit into 32
 // registers of 16, and 2 x 4 sums into 16 registers of 8.
 #if defined __AVX512F__
@@ -344,28 +348,141 @@ INLINE void tile(int type, int R, const char *panel, const char *x, long ldx, lo
 #define WITH_R(rows, f, ...) switch (least(rows, ROWS)) { \
   ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) \
   ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
+// ---- the matrix unit ----------------------------------------------------------------------------
+// A CPU with AMX has, beside `tile`, an instruction that does 16 times the work: C += A B, where each
+// operand is a *tile*, a register of 16 rows of 64 bytes.
+//     A  16 rows of x, 64 bytes of k each        B  16 words of k, of 16 columns each
+//     C  16 x 16 sums                               = half a panel as it lies in memory, word by word
+// So weights need no layout of their own; x is copied into tiles once per product, [rows / 16][64
+// bytes of k][parts][16 rows][64 bytes], which also pads k with zeros. Below: 2 x 2 tiles C, where
+// each A and each B is used twice, or 1 x 2 at the end. Rows past the last one hold anything: a row
+// of C is made of its own row of A alone.
+// Its order of sums is not that of `tile`: of the 32 k of a step the even and the odd ones are summed
+// apart, and the sum of both is added to C. Hence, where there are tiles, they multiply every linear
+// layer, down to one row: reading the weights takes the time there, and rows keep their bits.
+enum { A_TILE = 1024, PAIR_ROWS = 32 };
+#if defined __AMX_BF16__ && defined __AMX_INT8__ && defined __linux__
+static int tiles;  // may this process use them?
+__attribute__((constructor)) static void ask_for_tiles(void) {  // Linux keeps 8 KB more per thread
+  tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+}
+static void begin_tiles(long rows) {  // the first row of tiles may be lower, which is faster
+  struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {1};
+  for (int i = 0; i < 8; i++) { shape.bytes[i] = 64; shape.rows[i] = 16; }
+  shape.rows[0] = shape.rows[1] = shape.rows[6] = least(rows, 16);
+  __asm__ volatile("" ::: "memory");  // the intrinsics do not say what memory they read
+  _tile_loadconfig(&shape);
+}
+static void end_tiles(void) { _tile_release(); }
+#define STEPS(dot) for (long i = 0; i < steps; i++, panel += 16 * stride) { \
+  if (i == steps - 1 && last) { panel = last; stride = 4 * NC; } \
+  _tile_loadd(4, panel, stride); \
+  _tile_loadd(5, panel + 64, stride); \
+  for (int part = 0; part < parts; part++, x += A_TILE) { \
+    _tile_loadd(6, x, 64); \
+    dot(0, 6, 4); dot(1, 6, 5); \
+    if (pair) { _tile_loadd(7, x + next, 64); dot(2, 7, 4); dot(3, 7, 5); } \
+  } \
+}
+// c[16 or, if pair, 32][32] = `steps` steps of x times those of a panel, whose words are `stride`
+// bytes apart. `last` replaces the last step of the panel. The next 16 rows of x: `next` bytes on.
+INLINE void tile_steps(int type, int parts, int pair, const char *x, long next, const char *panel,
+                       long stride, long steps, const char *last, float *c) {
+  __asm__ volatile("" ::: "memory");
+  _tile_zero(0); _tile_zero(1);
+  if (pair) { _tile_zero(2); _tile_zero(3); }
+  if (type == INT8) STEPS(_tile_dpbssd) else STEPS(_tile_dpbf16ps)
+  _tile_stored(0, c, 4 * NC); _tile_stored(1, c + 16, 4 * NC);
+  if (pair) { _tile_stored(2, c + 16 * NC, 4 * NC); _tile_stored(3, c + 16 * NC + 16, 4 * NC); }
+}
+#else
+enum { tiles = 0 };
+static void begin_tiles(long rows) {}
+static void end_tiles(void) {}
+INLINE void tile_steps(int type, int parts, int pair, const char *x, long next, const char *panel,
+                       long stride, long steps, const char *last, float *c) {}
+#endif
+OUTLINE void times_tiles(int type, int parts, int pair, const char *x, long next, const char *panel,
+                         long stride, long steps, const char *last, float *c) {
+#define CASE(type_, parts_) if (type == type_ && parts == parts_) { \
+  if (pair) tile_steps(type_, parts_, 1, x, next, panel, stride, steps, last, c); \
+  else tile_steps(type_, parts_, 0, x, next, panel, stride, steps, last, c); }
+  CASE(BF16, 1) CASE(BF16, 2) CASE(INT8, 1)
+}
+// 16 numbers of row m into its tiles, at byte `at` of a row whose tiles have `width` bytes. An fp32
+// is split into two bf16 numbers, high + low; the tile of the low parts follows.
+INLINE void into_tiles(int bf, char *x, long width, long m, long at, f32s v) {
+  char *to = x + m / 16 * 16 * width + at / 64 * (2 - bf) * A_TILE + m % 16 * 64 + at % 64;
+  store16(BF16, to, v);
+  if (!bf) store16(BF16, to + A_TILE, v - load16(BF16, to));
+}
 // ---- linear layers ----------------------------------------------------------------------------
 // out[T][N] = x[T][K] @ w^T + bias, w in bf16. An fp32 x is split into two bf16 numbers, x = high +
 // low, and multiplied twice: 16 bits of x count, and at few rows, where reading w takes the time,
 // it costs nothing. Threads share the panels. Rows go in blocks of 192: a block of x stays in the
 // second-level cache while the panels pass by.
+INLINE long panels_of(long N) { return (N + NC - 1) / NC; }
+INLINE void linear_row(int bf, int bf_out, const f32s *c, const char *bias, char *out, long column,
+                       long N) {
+  for (int j = 0; j < 2 && column + 16 * j < N; j++) {
+    f32s v = c[j];
+    if (bias) v += get(bf, bias, column + 16 * j, N);
+    put(bf_out, out, column + 16 * j, N, v);
+  }
+}
 INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char *x,
                         const char *low, long ldx, long K, const char *bias, char *out,
                         long column, long N) {
   f32n c[ROWS][PARTS], d[ROWS][PARTS];
   tile(1, R, panel, x, ldx, K, c);
   if (!bf) tile(1, R, panel, low, ldx, K, d);
-  for (int r = 0; r < R; r++) for (int j = 0; j < 2 && column + 16 * j < N; j++) {
-    f32s v = ((f32s *)c[r])[j];
-    if (!bf) v += ((f32s *)d[r])[j];
-    if (bias) v += get(bf, bias, column + 16 * j, N);
-    put(bf_out, out + r * N * size_of(bf_out), column + 16 * j, N, v);
+  for (int r = 0; r < R; r++) {
+    for (int j = 0; !bf && j < PARTS; j++) c[r][j] += d[r][j];
+    linear_row(bf, bf_out, (f32s *)c[r], bias, out + r * N * size_of(bf_out), column, N);
   }
+}
+INLINE long linear_shared(int bf, long T, long K) {  // bytes of x in two parts, or in tiles
+  if (tiles) return round_up(T, 16) * round_up(K, 32) * (bf ? 2 : 4);
+  return bf ? 0 : T * K * 4;
+}
+// The same with tiles. A last step of less than 32 k is copied and padded. Up to 16 rows of x are
+// copied by every thread for itself, which is faster than to wait for one another.
+INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
+                         long T, long N, long K, long ldx, int bf_out, long step, long groups) {
+  long steps = (K + 31) / 32, width = steps * 64 * (2 - bf), alone = T <= 16;
+  long rest = K % 32 * NC * 2, blocks = (T + 191) / 192;
+  char *last = room(&own, 64 * NC + PAIR_ROWS * NC * 4 + alone * 16 * width);
+  float *c = (float *)(last + 64 * NC);
+  char *own_x = (char *)(c + PAIR_ROWS * NC), *in = alone ? own_x : (char *)t->shared;
+  for (long m = alone ? 0 : next(t); m < T; m = alone ? m + 1 : next(t))
+    for (long k = 0; k < steps * 32; k += 16)
+      into_tiles(bf, in, width, m, k * 2, k < K ? get(bf, x + m * ldx * size_of(bf), k, K) : splat(0));
+  if (!alone) barrier(t);
+  begin_tiles(T);
+  memset(last, 0, 64 * NC);
+  for (long i; (i = next(t)) < groups * blocks;) {
+    long p0 = i % groups * step, m0 = i / groups * 192, m1 = least(T, m0 + 192);
+    for (long p = p0; p < least(panels_of(N), p0 + step); p++) {
+      const char *panel = w + p * K * NC * 2;
+      if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
+      for (long m = m0; m < m1; m += PAIR_ROWS) {
+        times_tiles(BF16, 2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, 4 * NC, steps,
+                    rest ? last : 0, c);
+        for (long r = 0; r < least(m1 - m, PAIR_ROWS); r++)
+          linear_row(bf, bf_out, (f32s *)(c + r * NC), bias, out + (m + r) * N * size_of(bf_out), p * NC, N);
+      }
+    }
+  }
+  end_tiles();
 }
 INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
                    long T, long N, long K, long ldx, int bf_out) {
-  long panels = (N + NC - 1) / NC, step = 1 + panels / (8 * omp_get_num_threads());
+  long panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
+  if (tiles) {
+    linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, bf_out, step, groups);
+    return;
+  }
   char *low = (char *)t->shared + T * K * 2;
   if (!bf) {
     char *high = (char *)t->shared;
@@ -943,7 +1060,7 @@ void run(const Op *o) {
   const int64_t *n = o->n;
   Attn a = {0};
   Narrow w = {0};
-  size_t shared = o->kind == LINEAR && !o->bf ? n[0] * n[2] * 4 : 0;  // x in two parts
+  size_t shared = o->kind == LINEAR ? linear_shared(o->bf, n[0], n[2]) : 0;
   if (o->kind == ATTENTION) {
     Cache c = {p[2], n[0], n[1], n[2], n[3], n[4], n[12], (float *)p[6], 1, o->f[2]};
     a = (Attn){p[0], p[1], c, (int32_t *)p[3], (int32_t *)p[4], (int32_t *)p[5], n[5], n[6], n[7],
