@@ -519,6 +519,9 @@ INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bi
 //     4 bits   k = 7 5 3 1 | 6 4 2 0         8 bits   k = 3 1 | 2 0
 // One row of x: a word is widened in a register and used there. More rows: half a panel is widened
 // into the first-level cache, a unit of up to 128 k at a time, as a panel of `tile`.
+#ifndef AHEAD
+#define AHEAD 8192
+#endif
 enum { MAX_UNIT = 128 };
 enum { W4, W8, WF8, W8A8 };  // forms of a weight; W8A8: of 8 bits, and x is rounded to int8 as well
 typedef struct {
@@ -571,11 +574,17 @@ INLINE void tile_codes(int form, int type, const char *codes, const char *x, lon
     for (int j = 0; j < 4; j++) c[j0 + j] = a[j];
   }
 }
-INLINE void unpack_unit(int form, int type, const char *codes, long n, char *panel) {
+INLINE void unpack_unit(int form, int type, int half, const char *codes, long n, char *panel) {
   long per = 32 / bits_of(form);
-  for (long k = 0; k < n; k += per, codes += 256) for (int i = 0; i < per / in_word(type); i++)
-    for (int j = 0; j < PARTS; j++, panel += sizeof(u32n))
-      *(u32n *)panel = unpack(form, type, ((const u32n *)codes)[j], i);
+  const char *ahead = codes + AHEAD + half * n / per * 128;
+  codes += half * 128;
+  for (long k = 0; k < n; k += per, codes += 256, ahead += 128) {
+    __builtin_prefetch(ahead);
+    __builtin_prefetch(ahead + 64);
+    for (int i = 0; i < per / in_word(type); i++)
+      for (int j = 0; j < PARTS; j++, panel += sizeof(u32n))
+        *(u32n *)panel = unpack(form, type, ((const u32n *)codes)[j], i);
+  }
 }
 // Scales and minima of 32 columns at a place of their tables, in fp32; then, for a row,
 // sums += scale * c + min * sum_x, where c and sum_x are of one unit.
@@ -628,17 +637,17 @@ OUTLINE void scale_rows(int type, const Narrow *a, const Factors *f, const float
     if (type == INT8) scale_unit(INT8, 0, f, (f32n *)c, *sums_x, (f32n *)sums);
     else scale_unit(BF16, 0, f, (f32n *)c, *sums_x, (f32n *)sums);
 }
-INLINE void unit_tiles(int form, int parts, const Narrow *a, const Factors *f, const char *codes,
+INLINE void unit_tiles(int form, int parts, int half, const Narrow *a, const Factors *f, const char *codes,
                        const char *x, long M, long n, const float *sums_x, char *space, float *c,
                        float *sums) {
   int type = form == W8A8 ? INT8 : BF16;
   long steps = steps_of(type, n), left = type == INT8 ? n % 64 : n % 32;
   const char *panel = space, *last = 0;
   if (type == BF16) {
-    unpack_unit(form, BF16, codes, n, space);
+    unpack_unit(form, BF16, half, codes, n, space);
     if (left) memset(space + n * NC * 2, 0, (32 - left) * NC * 2);
   } else {
-    panel = codes;
+    panel = codes += half * 128;
     if (left) {
       last = memset(space, 0, 64 * NC);
       for (long k = 0; k < left; k += 4)
@@ -707,7 +716,7 @@ INLINE void panel_rows(int form, int type, int parts, const Narrow *a, long colu
     const char *at = x + k * 4 / in_word(type);
     if (tiles) for (int h = 0; h < 2; h++) {
       Factors f = factors(a, column * groups + k / a->group * 64 + h * NC);
-      unit_tiles(form, parts, a, &f, codes + h * 128,
+      unit_tiles(form, parts, h, a, &f, codes,
                  x + u * steps_of(form == W8A8 ? INT8 : BF16, a->unit) * parts * A_TILE, M, n,
                  sums_x + u, space, c_tiles, sums + h * NC);
     }
@@ -721,7 +730,7 @@ INLINE void panel_rows(int form, int type, int parts, const Narrow *a, long colu
         scale_unit(type, offset, &f, c[h], sums_x[u], (f32n *)(sums + h * NC));
         continue;
       }
-      unpack_unit(form, type, codes + h * 128, n, space);
+      unpack_unit(form, type, h, codes, n, space);
       all_rows(type, a, &f, space, at, M, n, sums_x + u, sums + h * NC);
     }
   }
