@@ -366,49 +366,61 @@ static int tiles;  // may this process use them?
 __attribute__((constructor)) static void ask_for_tiles(void) {  // Linux keeps 8 KB more per thread
   tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 }
-static void begin_tiles(long rows) {  // the first row of tiles may be lower, which is faster
+static void begin_tiles(long rows) {  // fewer rows are multiplied faster
   struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {1};
-  for (int i = 0; i < 8; i++) { shape.bytes[i] = 64; shape.rows[i] = 16; }
-  shape.rows[0] = shape.rows[1] = shape.rows[6] = least(rows, 16);
+  for (int i = 0; i < 8; i++) {
+    shape.bytes[i] = 64;
+    shape.rows[i] = i == 4 || i == 5 ? 16 : least(rows, 16);
+  }
   __asm__ volatile("" ::: "memory");  // the intrinsics do not say what memory they read
   _tile_loadconfig(&shape);
 }
 static void end_tiles(void) { _tile_release(); }
-#define STEPS(dot) for (long i = 0; i < steps; i++, panel += 16 * stride) { \
-  if (i == steps - 1 && last) { panel = last; stride = 4 * NC; } \
-  _tile_loadd(4, panel, stride); \
-  _tile_loadd(5, panel + 64, stride); \
-  for (int part = 0; part < parts; part++, x += A_TILE) { \
-    _tile_loadd(6, x, 64); \
-    dot(0, 6, 4); dot(1, 6, 5); \
-    if (pair) { _tile_loadd(7, x + next, 64); dot(2, 7, 4); dot(3, 7, 5); } \
-  } \
-}
-// c[16 or, if pair, 32][32] = `steps` steps of x times those of a panel, whose words are `stride`
-// bytes apart. `last` replaces the last step of the panel. The next 16 rows of x: `next` bytes on.
-INLINE void tile_steps(int type, int parts, int pair, const char *x, long next, const char *panel,
-                       long stride, long steps, const char *last, float *c) {
+OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
+                        long steps, const char *last, float *c) {
   __asm__ volatile("" ::: "memory");
-  _tile_zero(0); _tile_zero(1);
-  if (pair) { _tile_zero(2); _tile_zero(3); }
-  if (type == INT8) STEPS(_tile_dpbssd) else STEPS(_tile_dpbf16ps)
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+  for (long i = 0; i < steps; i++, panel += 64 * NC) {
+    if (i == steps - 1 && last) panel = last;
+    _tile_loadd(4, panel, 4 * NC);
+    _tile_loadd(5, panel + 64, 4 * NC);
+    for (int part = 0; part < parts; part++, x += A_TILE) {
+      _tile_loadd(6, x, 64);
+      _tile_dpbf16ps(0, 6, 4); _tile_dpbf16ps(1, 6, 5);
+      if (!pair) continue;
+      _tile_loadd(7, x + next, 64);
+      _tile_dpbf16ps(2, 7, 4); _tile_dpbf16ps(3, 7, 5);
+    }
+  }
   _tile_stored(0, c, 4 * NC); _tile_stored(1, c + 16, 4 * NC);
   if (pair) { _tile_stored(2, c + 16 * NC, 4 * NC); _tile_stored(3, c + 16 * NC + 16, 4 * NC); }
+}
+#define WIDE(dot, B, at, C) \
+  _tile_loadd(B, panel + at, 256); dot(C, 6, B); if (parts == 2) dot(C, 7, B);
+#define WIDE_STEPS(dot) for (long i = 0; i < steps; i++, panel += 4096, x += parts * A_TILE) { \
+  if (i == steps - 1 && last) panel = last; \
+  _tile_loadd(6, x, 64); \
+  if (parts == 2) _tile_loadd(7, x + A_TILE, 64); \
+  WIDE(dot, 4, 0, 0) WIDE(dot, 5, 64, 1) WIDE(dot, 4, 128, 2) WIDE(dot, 5, 192, 3) \
+}
+OUTLINE void wide_steps(int type, int parts, const char *x, const char *panel, long steps,
+                        const char *last, float *c) {
+  __asm__ volatile("" ::: "memory");
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+  if (type == INT8) WIDE_STEPS(_tile_dpbssd)
+  else if (parts == 1) WIDE_STEPS(_tile_dpbf16ps) else WIDE_STEPS(_tile_dpbf16ps)
+  _tile_stored(0, c, 256); _tile_stored(1, c + 16, 256);
+  _tile_stored(2, c + 32, 256); _tile_stored(3, c + 48, 256);
 }
 #else
 enum { tiles = 0 };
 static void begin_tiles(long rows) {}
 static void end_tiles(void) {}
-INLINE void tile_steps(int type, int parts, int pair, const char *x, long next, const char *panel,
-                       long stride, long steps, const char *last, float *c) {}
+INLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
+                       long steps, const char *last, float *c) {}
+INLINE void wide_steps(int type, int parts, const char *x, const char *panel, long steps,
+                       const char *last, float *c) {}
 #endif
-OUTLINE void times_tiles(int type, int parts, int pair, const char *x, long next, const char *panel,
-                         long stride, long steps, const char *last, float *c) {
-#define CASE(type_, parts_) if (type == type_ && parts == parts_) { \
-  if (pair) tile_steps(type_, parts_, 1, x, next, panel, stride, steps, last, c); \
-  else tile_steps(type_, parts_, 0, x, next, panel, stride, steps, last, c); }
-  CASE(BF16, 1) CASE(BF16, 2) CASE(INT8, 1)
-}
 // Where byte `at` of row m goes, when all tiles of a row have `width` bytes of it.
 INLINE char *in_tiles(char *x, long width, int parts, long m, long at) {
   return x + m / 16 * 16 * width + at / 64 * parts * A_TILE + m % 16 * 64 + at % 64;
@@ -473,8 +485,7 @@ INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const ch
       const char *panel = w + p * K * NC * 2;
       if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
       for (long m = m0; m < m1; m += PAIR_ROWS) {
-        times_tiles(BF16, 2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, 4 * NC, steps,
-                    rest ? last : 0, c);
+        pair_steps(2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, steps, rest ? last : 0, c);
         for (long r = 0; r < least(m1 - m, PAIR_ROWS); r++)
           linear_row(bf, bf_out, (f32s *)(c + r * NC), bias, out + (m + r) * N * size_of(bf_out), p * NC, N);
       }
@@ -527,7 +538,7 @@ enum { W4, W8, WF8, W8A8 };  // forms of a weight; W8A8: of 8 bits, and x is rou
 typedef struct {
   const char *x, *codes, *scales, *mins, *bias; const int64_t *inputs; char *out;
   long T, N, K, ldx, bf_out, group, bf_scales;
-  long KP, unit, units, width, shared;  // K rounded up to 8; bytes of a ready row, and of all
+  long KP, unit, units, width, step, shared;  // K rounded up to 8; bytes of a ready row, and of all
 } Narrow;
 INLINE long bits_of(int form) { return form == W4 ? 4 : 8; }
 INLINE f32n number(int form, u32n w, int place) {  // the code at this place of every word
@@ -574,15 +585,13 @@ INLINE void tile_codes(int form, int type, const char *codes, const char *x, lon
     for (int j = 0; j < 4; j++) c[j0 + j] = a[j];
   }
 }
-INLINE void unpack_unit(int form, int type, int half, const char *codes, long n, char *panel) {
+// The first `columns` of 64 as a panel of that many. If that is all, codes are asked for in advance.
+INLINE void unpack_unit(int form, int type, int columns, const char *codes, long n, char *panel) {
   long per = 32 / bits_of(form);
-  const char *ahead = codes + AHEAD + half * n / per * 128;
-  codes += half * 128;
-  for (long k = 0; k < n; k += per, codes += 256, ahead += 128) {
-    __builtin_prefetch(ahead);
-    __builtin_prefetch(ahead + 64);
+  for (long k = 0; k < n; k += per, codes += 256) {
+    for (int b = 0; columns == 64 && b < 256; b += 64) __builtin_prefetch(codes + AHEAD + b);
     for (int i = 0; i < per / in_word(type); i++)
-      for (int j = 0; j < PARTS; j++, panel += sizeof(u32n))
+      for (int j = 0; j < columns / LANES; j++, panel += sizeof(u32n))
         *(u32n *)panel = unpack(form, type, ((const u32n *)codes)[j], i);
   }
 }
@@ -631,33 +640,29 @@ INLINE integers to_integers(f32s v) {  // in the order of the codes
 }
 // The same with tiles, all rows. Codes of 8 bits for integers are tiles as they lie. Every unit of x
 // was padded to whole steps, and so is the widened one.
-OUTLINE void scale_rows(int type, const Narrow *a, const Factors *f, const float *c, long rows,
-                        const float *sums_x, float *sums) {
-  for (long r = 0; r < rows; r++, c += NC, sums_x += a->units, sums += 64)
-    if (type == INT8) scale_unit(INT8, 0, f, (f32n *)c, *sums_x, (f32n *)sums);
-    else scale_unit(BF16, 0, f, (f32n *)c, *sums_x, (f32n *)sums);
+OUTLINE void scale_rows(int type, const Factors *f, const float *c, long rows, const float *sums_x,
+                        long units, float *sums) {
+  for (long r = 0; r < rows; r++, sums_x += units)
+    for (int h = 0; h < 2; h++, c += NC, sums += NC)
+      if (type == INT8) scale_unit(INT8, 0, f + h, (f32n *)c, *sums_x, (f32n *)sums);
+      else scale_unit(BF16, 0, f + h, (f32n *)c, *sums_x, (f32n *)sums);
 }
-INLINE void unit_tiles(int form, int parts, int half, const Narrow *a, const Factors *f, const char *codes,
+INLINE void unit_tiles(int form, int parts, const Narrow *a, const Factors *f, const char *codes,
                        const char *x, long M, long n, const float *sums_x, char *space, float *c,
                        float *sums) {
   int type = form == W8A8 ? INT8 : BF16;
-  long steps = steps_of(type, n), left = type == INT8 ? n % 64 : n % 32;
-  const char *panel = space, *last = 0;
+  long steps = steps_of(type, n);
+  const char *panel = type == INT8 ? codes : space, *last = 0;
   if (type == BF16) {
-    unpack_unit(form, BF16, half, codes, n, space);
-    if (left) memset(space + n * NC * 2, 0, (32 - left) * NC * 2);
-  } else {
-    panel = codes += half * 128;
-    if (left) {
-      last = memset(space, 0, 64 * NC);
-      for (long k = 0; k < left; k += 4)
-        memcpy(space + k * NC, codes + ((steps - 1) * 64 + k) * 64, NC * 4);
-    }
+    unpack_unit(form, BF16, 64, codes, n, space);
+    memset(space + n * 128, 0, (steps * 32 - n) * 128);
+  } else if (n % 64) {
+    last = memset(space, 0, 64 * 64);
+    memcpy(space, codes + n / 64 * 64 * 64, n % 64 * 64);
   }
-  for (long m = 0; m < M; m += PAIR_ROWS) {
-    times_tiles(type, parts, M - m > 16, x + m * a->width, 16 * a->width, panel,
-                type == INT8 ? 256 : 128, steps, last, c);
-    scale_rows(type, a, f, c, least(M - m, PAIR_ROWS), sums_x + m * a->units, sums + m * 64);
+  for (long m = 0; m < M; m += 16) {
+    wide_steps(type, parts, x + m * a->width, panel, steps, last, c);
+    scale_rows(type, f, c, least(M - m, 16), sums_x + m * a->units, a->units, sums + m * 64);
   }
 }
 INLINE void units_into_tiles(int type, int parts, const Narrow *a, const float *line, char *x,
@@ -714,13 +719,12 @@ INLINE void panel_rows(int form, int type, int parts, const Narrow *a, long colu
     long n = least(a->unit, a->KP - k);
     const char *codes = a->codes + (column * a->KP + k * 64) * bits_of(form) / 8;
     const char *at = x + k * 4 / in_word(type);
-    if (tiles) for (int h = 0; h < 2; h++) {
-      Factors f = factors(a, column * groups + k / a->group * 64 + h * NC);
-      unit_tiles(form, parts, h, a, &f, codes,
-                 x + u * steps_of(form == W8A8 ? INT8 : BF16, a->unit) * parts * A_TILE, M, n,
-                 sums_x + u, space, c_tiles, sums + h * NC);
+    if (tiles) {
+      long place = column * groups + k / a->group * 64;
+      Factors f[2] = {factors(a, place), factors(a, place + NC)};
+      unit_tiles(form, parts, a, f, codes, x + u * a->step, M, n, sums_x + u, space, c_tiles, sums);
+      continue;
     }
-    if (tiles) continue;
     f32n c[2][PARTS];
     int offset = type == INT8 ? OFFSET : 0;
     if (M == 1) tile_codes(form, type, codes, at, n, c[0]);
@@ -730,7 +734,7 @@ INLINE void panel_rows(int form, int type, int parts, const Narrow *a, long colu
         scale_unit(type, offset, &f, c[h], sums_x[u], (f32n *)(sums + h * NC));
         continue;
       }
-      unpack_unit(form, type, h, codes, n, space);
+      unpack_unit(form, type, NC, codes + h * 128, n, space);
       all_rows(type, a, &f, space, at, M, n, sums_x + u, sums + h * NC);
     }
   }
@@ -754,7 +758,7 @@ static void size_up(int bf, int form, Narrow *a) {
   a->units = (a->KP + a->unit - 1) / a->unit;
   a->width = a->KP * 4 / in_word(narrow_type(bf, form));
   if (tiles)
-    a->width = a->units * steps_of(form == W8A8 ? INT8 : BF16, a->unit) * 64 * narrow_parts(bf, form);
+    a->width = a->units * (a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE * narrow_parts(bf, form)) / 16;
   a->shared = round_up(a->T, 16) * a->width + a->T * (a->units + 1) * 4;
 }
 INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
