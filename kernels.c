@@ -11,6 +11,10 @@
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
+#ifdef __AMX_TILE__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 // Floats in a register, and rows of one pass of `tile`: 8 x 2 sums and 2 panel vectors fit into 32
 // registers of 16, and 2 x 4 sums into 16 registers of 8.
 #if defined __AVX512F__
@@ -302,10 +306,10 @@ INLINE f32n dot2(f32n acc, u32n w, u32n x) {
 // Integers, for int8 weights times int8 activations. VNNI: four unsigned times four signed bytes in
 // a lane, added to an int32. Other CPUs: two 16-bit numbers in a lane. Both are exact.
 #if defined __AVX512VNNI__ || defined __AVXVNNI__
-enum { BYTES = 4 };  // integers in a word
+enum { BYTES = 4, OFFSET = 128 };  // integers in a word, and what was added to the codes
 typedef int8_t integers __attribute__((vector_size(16)));
 #else
-enum { BYTES = 2 };
+enum { BYTES = 2, OFFSET = 0 };
 typedef int16_t integers __attribute__((vector_size(32)));
 #endif
 INLINE i32n dot_bytes(i32n acc, u32n w, u32n x) {
@@ -346,28 +350,161 @@ INLINE void tile(int type, int R, const char *panel, const char *x, long ldx, lo
 #define WITH_R(rows, f, ...) switch (least(rows, ROWS)) { \
   ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) \
   ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
+// ---- the matrix unit ----------------------------------------------------------------------------
+// A CPU with AMX has, beside `tile`, an instruction that does 16 times the work: C += A B, where each
+// operand is a *tile*, a register of 16 rows of 64 bytes.
+//     A  16 rows of x, 64 bytes of k each        B  16 words of k, of 16 columns each
+//     C  16 x 16 sums                               = half a panel as it lies in memory, word by word
+// So weights need no layout of their own; x is copied into tiles once per product, [rows / 16][64
+// bytes of k][parts][16 rows][64 bytes], which also pads k with zeros. Below: 2 x 2 tiles C, where
+// each A and each B is used twice, or 1 x 2 at the end. Rows past the last one hold anything: a row
+// of C is made of its own row of A alone.
+// Its order of sums is not that of `tile`: of the 32 k of a step the even and the odd ones are summed
+// apart, and the sum of both is added to C. Hence, where there are tiles, they multiply every linear
+// layer, down to one row: reading the weights takes the time there, and rows keep their bits.
+enum { A_TILE = 1024, PAIR_ROWS = 32 };
+#if defined __AMX_BF16__ && defined __AMX_INT8__ && defined __linux__
+static int tiles;  // may this process use them?
+__attribute__((constructor)) static void ask_for_tiles(void) {  // Linux keeps 8 KB more per thread
+  tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+}
+static void begin_tiles(long rows) {  // fewer rows are multiplied faster
+  struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {1};
+  for (int i = 0; i < 8; i++) {
+    shape.bytes[i] = 64;
+    shape.rows[i] = i == 4 || i == 5 ? 16 : least(rows, 16);
+  }
+  __asm__ volatile("" ::: "memory");  // the intrinsics do not say what memory they read
+  _tile_loadconfig(&shape);
+}
+static void end_tiles(void) { _tile_release(); }
+OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
+                        long steps, const char *last, float *c) {
+  __asm__ volatile("" ::: "memory");
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+  for (long i = 0; i < steps; i++, panel += 64 * NC) {
+    if (i == steps - 1 && last) panel = last;
+    _tile_loadd(4, panel, 4 * NC);
+    _tile_loadd(5, panel + 64, 4 * NC);
+    for (int part = 0; part < parts; part++, x += A_TILE) {
+      _tile_loadd(6, x, 64);
+      _tile_dpbf16ps(0, 6, 4); _tile_dpbf16ps(1, 6, 5);
+      if (!pair) continue;
+      _tile_loadd(7, x + next, 64);
+      _tile_dpbf16ps(2, 7, 4); _tile_dpbf16ps(3, 7, 5);
+    }
+  }
+  _tile_stored(0, c, 4 * NC); _tile_stored(1, c + 16, 4 * NC);
+  if (pair) { _tile_stored(2, c + 16 * NC, 4 * NC); _tile_stored(3, c + 16 * NC + 16, 4 * NC); }
+}
+#define WIDE(dot, B, at, C) \
+  _tile_loadd(B, panel + at, 256); dot(C, 6, B); if (parts == 2) dot(C, 7, B);
+#define WIDE_STEPS(dot) for (long i = 0; i < steps; i++, panel += 4096, x += parts * A_TILE) { \
+  if (i == steps - 1 && last) panel = last; \
+  _tile_loadd(6, x, 64); \
+  if (parts == 2) _tile_loadd(7, x + A_TILE, 64); \
+  WIDE(dot, 4, 0, 0) WIDE(dot, 5, 64, 1) WIDE(dot, 4, 128, 2) WIDE(dot, 5, 192, 3) \
+}
+OUTLINE void wide_steps(int type, int parts, const char *x, const char *panel, long steps,
+                        const char *last, float *c) {
+  __asm__ volatile("" ::: "memory");
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+  if (type == INT8) WIDE_STEPS(_tile_dpbssd)
+  else if (parts == 1) WIDE_STEPS(_tile_dpbf16ps) else WIDE_STEPS(_tile_dpbf16ps)
+  _tile_stored(0, c, 256); _tile_stored(1, c + 16, 256);
+  _tile_stored(2, c + 32, 256); _tile_stored(3, c + 48, 256);
+}
+#else
+enum { tiles = 0 };
+static void begin_tiles(long rows) {}
+static void end_tiles(void) {}
+INLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
+                       long steps, const char *last, float *c) {}
+INLINE void wide_steps(int type, int parts, const char *x, const char *panel, long steps,
+                       const char *last, float *c) {}
+#endif
+// Where byte `at` of row m goes, when all tiles of a row have `width` bytes of it.
+INLINE char *in_tiles(char *x, long width, int parts, long m, long at) {
+  return x + m / 16 * 16 * width + at / 64 * parts * A_TILE + m % 16 * 64 + at % 64;
+}
+// 16 numbers of x into tiles. In two parts they are high + low, two bf16 numbers.
+INLINE void into_tiles(int parts, char *to, f32s v) {
+  store16(BF16, to, v);
+  if (parts == 2) store16(BF16, to + A_TILE, v - load16(BF16, to));
+}
+INLINE long steps_of(int type, long K) { return type == INT8 ? (K + 63) / 64 : (K + 31) / 32; }
 // ---- linear layers ----------------------------------------------------------------------------
 // out[T][N] = x[T][K] @ w^T + bias, w in bf16. An fp32 x is split into two bf16 numbers, x = high +
 // low, and multiplied twice: 16 bits of x count, and at few rows, where reading w takes the time,
 // it costs nothing. Threads share the panels. Rows go in blocks of 192: a block of x stays in the
 // second-level cache while the panels pass by.
+INLINE long panels_of(long N) { return (N + NC - 1) / NC; }
+INLINE void linear_row(int bf, int bf_out, const f32s *c, const char *bias, char *out, long column,
+                       long N) {
+  for (int j = 0; j < 2 && column + 16 * j < N; j++) {
+    f32s v = c[j];
+    if (bias) v += get(bf, bias, column + 16 * j, N);
+    put(bf_out, out, column + 16 * j, N, v);
+  }
+}
 INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char *x,
                         const char *low, long ldx, long K, const char *bias, char *out,
                         long ldo, long column, long N) {
   f32n c[ROWS][PARTS], d[ROWS][PARTS];
   tile(1, R, panel, x, ldx, K, c);
   if (!bf) tile(1, R, panel, low, ldx, K, d);
-  for (int r = 0; r < R; r++) for (int j = 0; j < 2 && column + 16 * j < N; j++) {
-    f32s v = ((f32s *)c[r])[j];
-    if (!bf) v += ((f32s *)d[r])[j];
-    if (bias) v += get(bf, bias, column + 16 * j, N);
-    put(bf_out, out + r * ldo * size_of(bf_out), column + 16 * j, N, v);
+  for (int r = 0; r < R; r++) {
+    for (int j = 0; !bf && j < PARTS; j++) c[r][j] += d[r][j];
+    linear_row(bf, bf_out, (f32s *)c[r], bias, out + r * ldo * size_of(bf_out), column, N);
   }
+}
+INLINE long tile_block(long width) {  // rows of x that stay in the second-level cache
+  return most(64, least(512, (1 << 20) / width / PAIR_ROWS * PAIR_ROWS));
+}
+INLINE long linear_shared(int bf, long T, long K) {  // bytes of x in two parts, or in tiles
+  if (tiles) return round_up(T, 16) * round_up(K, 32) * (bf ? 2 : 4);
+  return bf ? 0 : T * K * 4;
+}
+// The same with tiles. A last step of less than 32 k is copied and padded. Up to 16 rows of x are
+// copied by every thread for itself, which is faster than to wait for one another.
+INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
+                         long T, long N, long K, long ldx, long ldo, int bf_out, long step,
+                         long groups) {
+  long steps = (K + 31) / 32, width = steps * 64 * (2 - bf), alone = T <= 16;
+  long rest = K % 32 * NC * 2, block = tile_block(width), blocks = (T + block - 1) / block;
+  char *last = room(&own, 64 * NC + PAIR_ROWS * NC * 4 + alone * 16 * width);
+  float *c = (float *)(last + 64 * NC);
+  char *own_x = (char *)(c + PAIR_ROWS * NC), *in = alone ? own_x : (char *)t->shared;
+  for (long m = alone ? 0 : next(t); m < T; m = alone ? m + 1 : next(t))
+    for (long k = 0; k < steps * 32; k += 16)
+      into_tiles(2 - bf, in_tiles(in, width, 2 - bf, m, k * 2),
+                 k < K ? get(bf, x + m * ldx * size_of(bf), k, K) : splat(0));
+  if (!alone) barrier(t);
+  begin_tiles(T);
+  memset(last, 0, 64 * NC);
+  for (long i; (i = next(t)) < groups * blocks;) {
+    long p0 = i % groups * step, m0 = i / groups * block, m1 = least(T, m0 + block);
+    for (long p = p0; p < least(panels_of(N), p0 + step); p++) {
+      const char *panel = w + p * K * NC * 2;
+      if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
+      for (long m = m0; m < m1; m += PAIR_ROWS) {
+        pair_steps(2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, steps, rest ? last : 0, c);
+        for (long r = 0; r < least(m1 - m, PAIR_ROWS); r++)
+          linear_row(bf, bf_out, (f32s *)(c + r * NC), bias,
+                     out + (m + r) * ldo * size_of(bf_out), p * NC, N);
+      }
+    }
+  }
+  end_tiles();
 }
 INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
                    long T, long N, long K, long ldx, long ldo, int bf_out) {
-  long panels = (N + NC - 1) / NC, step = 1 + panels / (8 * omp_get_num_threads());
+  long panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
+  if (tiles) {
+    linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, ldo, bf_out, step, groups);
+    return;
+  }
   char *low = (char *)t->shared + T * K * 2;
   if (!bf) {
     char *high = (char *)t->shared;
@@ -397,10 +534,15 @@ INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bi
 //     4 bits   k = 7 5 3 1 | 6 4 2 0         8 bits   k = 3 1 | 2 0
 // One row of x: a word is widened in a register and used there. More rows: half a panel is widened
 // into the first-level cache, a unit of up to 128 k at a time, as a panel of `tile`.
+#ifndef AHEAD
+#define AHEAD 8192
+#endif
+enum { MAX_UNIT = 128 };
 enum { W4, W8, WF8, W8A8 };  // forms of a weight; W8A8: of 8 bits, and x is rounded to int8 as well
 typedef struct {
   const char *x, *codes, *scales, *mins, *bias; const int64_t *inputs; char *out;
-  long T, N, K, ldx, ldo, bf_out, group, bf_scales, KP, unit, units;  // KP: K rounded up to 8
+  long T, N, K, ldx, ldo, bf_out, group, bf_scales;
+  long KP, unit, units, width, step, shared;  // K rounded up to 8; bytes of a ready row, and of all
 } Narrow;
 INLINE long bits_of(int form) { return form == W4 ? 4 : 8; }
 INLINE f32n number(int form, u32n w, int place) {  // the code at this place of every word
@@ -447,11 +589,15 @@ INLINE void tile_codes(int form, int type, const char *codes, const char *x, lon
     for (int j = 0; j < 4; j++) c[j0 + j] = a[j];
   }
 }
-INLINE void unpack_unit(int form, int type, const char *codes, long n, char *panel) {
+// The first `columns` of 64 as a panel of that many. If that is all, codes are asked for in advance.
+INLINE void unpack_unit(int form, int type, int columns, const char *codes, long n, char *panel) {
   long per = 32 / bits_of(form);
-  for (long k = 0; k < n; k += per, codes += 256) for (int i = 0; i < per / in_word(type); i++)
-    for (int j = 0; j < PARTS; j++, panel += sizeof(u32n))
-      *(u32n *)panel = unpack(form, type, ((const u32n *)codes)[j], i);
+  for (long k = 0; k < n; k += per, codes += 256) {
+    for (int b = 0; columns == 64 && b < 256; b += 64) __builtin_prefetch(codes + AHEAD + b);
+    for (int i = 0; i < per / in_word(type); i++)
+      for (int j = 0; j < columns / LANES; j++, panel += sizeof(u32n))
+        *(u32n *)panel = unpack(form, type, ((const u32n *)codes)[j], i);
+  }
 }
 // Scales and minima of 32 columns at a place of their tables, in fp32; then, for a row,
 // sums += scale * c + min * sum_x, where c and sum_x are of one unit.
@@ -470,10 +616,11 @@ INLINE Factors factors(const Narrow *a, long at) {
   }
   return f;
 }
-INLINE void scale_unit(int type, const Factors *f, const f32n *c, float sum_x, f32n *sums) {
+INLINE void scale_unit(int type, int offset, const Factors *f, const f32n *c, float sum_x,
+                       f32n *sums) {
   for (int j = 0; j < PARTS; j++) {
     f32n v = type == INT8 ? __builtin_convertvector((i32n)c[j], f32n) : c[j];
-    if (type == INT8 && BYTES == 4) v -= 128 * sum_x;
+    if (offset) v -= offset * sum_x;
     sums[j] = sums[j] + f->mins[j] * sum_x + f->scales[j] * v;
   }
 }
@@ -482,13 +629,58 @@ INLINE void unit_rows(int R, int type, const Narrow *a, const Factors *f, const 
   f32n c[ROWS][PARTS];
   tile(type, R, panel, x, a->KP, n, c);
   for (int r = 0; r < R; r++)
-    scale_unit(type, f, c[r], sums_x[r * a->units], (f32n *)(sums + r * 64));
+    scale_unit(type, type == INT8 ? OFFSET : 0, f, c[r], sums_x[r * a->units], (f32n *)(sums + r * 64));
 }
 static __attribute__((noinline)) void all_rows(int type, const Narrow *a, const Factors *f,
     const char *panel, const char *x, long M, long n, const float *sums_x, float *sums) {
 #define PASS(type) for (long m = 0; m < M; m += ROWS) WITH_R(M - m, unit_rows, type, a, f, panel, \
     x + m * a->KP * 4 / in_word(type), n, sums_x + m * a->units, sums + m * 64)
   if (type == FP32) PASS(FP32) else if (type == BF16) PASS(BF16) else PASS(INT8)
+}
+INLINE integers to_integers(f32s v) {  // in the order of the codes
+  i32s q = __builtin_convertvector(v, i32s);
+  if (BYTES == 4) q = PICK(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  return __builtin_convertvector(q, integers);
+}
+// The same with tiles, all rows. Codes of 8 bits for integers are tiles as they lie. Every unit of x
+// was padded to whole steps, and so is the widened one.
+OUTLINE void scale_rows(int type, const Factors *f, const float *c, long rows, const float *sums_x,
+                        long units, float *sums) {
+  for (long r = 0; r < rows; r++, sums_x += units)
+    for (int h = 0; h < 2; h++, c += NC, sums += NC)
+      if (type == INT8) scale_unit(INT8, 0, f + h, (f32n *)c, *sums_x, (f32n *)sums);
+      else scale_unit(BF16, 0, f + h, (f32n *)c, *sums_x, (f32n *)sums);
+}
+INLINE void unit_tiles(int form, int parts, const Narrow *a, const Factors *f, const char *codes,
+                       const char *x, long M, long n, const float *sums_x, char *space, float *c,
+                       float *sums) {
+  int type = form == W8A8 ? INT8 : BF16;
+  long steps = steps_of(type, n);
+  const char *panel = type == INT8 ? codes : space, *last = 0;
+  if (type == BF16) {
+    unpack_unit(form, BF16, 64, codes, n, space);
+    memset(space + n * 128, 0, (steps * 32 - n) * 128);
+  } else if (n % 64) {
+    last = memset(space, 0, 64 * 64);
+    memcpy(space, codes + n / 64 * 64 * 64, n % 64 * 64);
+  }
+  for (long m = 0; m < M; m += 16) {
+    wide_steps(type, parts, x + m * a->width, panel, steps, last, c);
+    scale_rows(type, f, c, least(M - m, 16), sums_x + m * a->units, a->units, sums + m * 64);
+  }
+}
+INLINE void units_into_tiles(int type, int parts, const Narrow *a, const float *line, char *x,
+                             long m) {
+  for (long u = 0; u < a->units; u++) {
+    long k = u * a->unit, end = least(a->KP, k + a->unit), z = type == INT8 ? 1 : 2;
+    long at = u * steps_of(type, a->unit) * 64, stop = at + steps_of(type, end - k) * 64;
+    for (; at < stop; at += 16 * z, k += 16) {
+      f32s v = k < end ? get(FP32, (const char *)line, k, end) : splat(0);
+      char *to = in_tiles(x, a->width, parts, m, at);
+      if (type == BF16) into_tiles(parts, to, v);
+      else { integers q = to_integers(v); memcpy(to, &q, 16); }
+    }
+  }
 }
 // A row of x as the loops want it: in the order of the columns, padded with zeros, for W8A8 as
 // integers (the largest becomes 127, halves go to even); and the sum of each unit. Returns the
@@ -509,9 +701,8 @@ static float ready_row(int bf, int type, const Narrow *a, const char *x, float *
   for (long k = 0; k < a->KP; k += 16, to += 64 / in_word(type)) {
     f32s v = *(f32s *)(line + k);
     if (type == INT8) *(f32s *)(line + k) = v = (v / scale + 12582912.f) - 12582912.f;
-    i32s q = __builtin_convertvector(v, i32s);
-    if (BYTES == 4) q = PICK(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-    integers narrowed = __builtin_convertvector(q, integers);
+    integers narrowed = to_integers(v);
+    if (tiles) continue;
     if (type == INT8) memcpy(to, &narrowed, least(16, a->KP - k) * 4 / BYTES);
     else put(type, to, 0, a->KP - k, v);
   }
@@ -524,51 +715,80 @@ static float ready_row(int bf, int type, const Narrow *a, const char *x, float *
   return scale + 0 * total;
 }
 // The panel at `column` times M rows of x, unit by unit: sums[M][64].
-INLINE void panel_rows(int form, int type, const Narrow *a, long column, const char *x, long M,
-                       const float *sums_x, char *space, float *sums) {
+INLINE void panel_rows(int form, int type, int parts, const Narrow *a, long column, const char *x,
+                       long M, const float *sums_x, char *space, float *c_tiles, float *sums) {
   long groups = (a->K + a->group - 1) / a->group;
   memset(sums, 0, M * 64 * 4);
   for (long u = 0, k = 0; u < a->units; u++, k += a->unit) {
     long n = least(a->unit, a->KP - k);
     const char *codes = a->codes + (column * a->KP + k * 64) * bits_of(form) / 8;
     const char *at = x + k * 4 / in_word(type);
+    if (tiles) {
+      long place = column * groups + k / a->group * 64;
+      Factors f[2] = {factors(a, place), factors(a, place + NC)};
+      unit_tiles(form, parts, a, f, codes, x + u * a->step, M, n, sums_x + u, space, c_tiles, sums);
+      continue;
+    }
     f32n c[2][PARTS];
+    int offset = type == INT8 ? OFFSET : 0;
     if (M == 1) tile_codes(form, type, codes, at, n, c[0]);
     for (int h = 0; h < 2; h++) {
       Factors f = factors(a, column * groups + k / a->group * 64 + h * NC);
-      if (M == 1) { scale_unit(type, &f, c[h], sums_x[u], (f32n *)(sums + h * NC)); continue; }
-      unpack_unit(form, type, codes + h * 128, n, space);
+      if (M == 1) {
+        scale_unit(type, offset, &f, c[h], sums_x[u], (f32n *)(sums + h * NC));
+        continue;
+      }
+      unpack_unit(form, type, NC, codes + h * 128, n, space);
       all_rows(type, a, &f, space, at, M, n, sums_x + u, sums + h * NC);
     }
   }
 }
-INLINE long ready_row_size(int type, const Narrow *a) {
-  return a->KP * 4 / in_word(type) + (a->units + 1) * 4;
+INLINE int narrow_type(int bf, int form) {  // what `tile` multiplies
+#ifdef __AVX512BF16__
+  return form == W8A8 ? INT8 : bf ? BF16 : FP32;
+#else
+  return form == W8A8 ? INT8 : FP32;
+#endif
+}
+INLINE int narrow_parts(int bf, int form) { return form == W8A8 || bf ? 1 : 2; }
+// The rest of a Narrow. A unit lies within a group. It ends after 128 k where it is widened into the
+// first-level cache; integers that need not be widened are summed over up to 16384 k.
+static void size_up(int bf, int form, Narrow *a) {
+  long limit = !tiles ? 128 : form == W8A8 ? 16384 : MAX_UNIT;
+  a->KP = round_up(a->K, 8);
+  a->unit = round_up(a->group, 8);
+  if (a->unit > limit) a->unit = a->group >= a->K || a->group % limit == 0 ? limit : 128;
+  a->unit = least(a->unit, a->KP);
+  a->units = (a->KP + a->unit - 1) / a->unit;
+  a->width = a->KP * 4 / in_word(narrow_type(bf, form));
+  if (tiles)
+    a->width = a->units * (a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE * narrow_parts(bf, form)) / 16;
+  a->shared = round_up(a->T, 16) * a->width + a->T * (a->units + 1) * 4;
 }
 INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
-#ifdef __AVX512BF16__
-  int type = form == W8A8 ? INT8 : bf ? BF16 : FP32;
-#else
-  int type = form == W8A8 ? INT8 : FP32;
-#endif
+  int type = narrow_type(bf, form), parts = narrow_parts(bf, form);
   long panels = (a->N + 63) / 64, step = 1 + panels / (8 * omp_get_num_threads());
   long shares = (panels + step - 1) / step, blocks = (a->T + 127) / 128;
   // Of this thread: a widened unit, the sums of a block, a row in fp32. Then x: a few rows are made
   // ready by every thread for itself, which is faster than to wait for one another.
-  long alone = a->T <= 4, fixed = NC * 128 * 4 + 128 * 64 * 4 + a->KP * 4 + 64;
-  char *space = room(&own, fixed + alone * a->T * ready_row_size(type, a));
-  float *sums = (float *)(space + NC * 128 * 4), *line = sums + 128 * 64;
+  long alone = a->T <= 4, fixed = round_up((NC * MAX_UNIT + 128 * 64 + 32 * NC + a->KP + 16) * 4, 64);
+  char *space = room(&own, fixed + alone * a->shared);
+  float *sums = (float *)(space + NC * MAX_UNIT * 4), *c = sums + 128 * 64, *line = c + 32 * NC;
   char *x = alone ? space + fixed : (char *)t->shared;
-  long row = a->KP * 4 / in_word(type);
-  float *sums_x = (float *)(x + a->T * row), *scales = sums_x + a->T * a->units;
-  for (long m = alone ? 0 : next(t); m < a->T; m = alone ? m + 1 : next(t))
+  long row = a->width;
+  float *sums_x = (float *)(x + round_up(a->T, 16) * row), *scales = sums_x + a->T * a->units;
+  for (long m = alone ? 0 : next(t); m < a->T; m = alone ? m + 1 : next(t)) {
     scales[m] = ready_row(bf, type, a, a->x + m * a->ldx * size_of(bf), line, x + m * row,
                           sums_x + m * a->units);
+    if (tiles) units_into_tiles(form == W8A8 ? INT8 : BF16, parts, a, line, x, m);
+  }
   if (!alone) barrier(t);
+  if (tiles) begin_tiles(a->T);
   for (long i; (i = next(t)) < shares * blocks;) {
     long m0 = i / shares * 128, m1 = least(a->T, m0 + 128), p0 = i % shares * step;
     for (long p = p0; p < least(panels, p0 + step); p++) {
-      panel_rows(form, type, a, p * 64, x + m0 * row, m1 - m0, sums_x + m0 * a->units, space, sums);
+      panel_rows(form, type, parts, a, p * 64, x + m0 * row, m1 - m0, sums_x + m0 * a->units, space,
+                 c, sums);
       for (long m = m0; m < m1; m++) for (long j = 0; j < 64 && p * 64 + j < a->N; j += 16) {
         f32s v = *(f32s *)(sums + (m - m0) * 64 + j) * scales[m];
         if (a->bias) v += get(bf, a->bias, p * 64 + j, a->N);
@@ -576,6 +796,7 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
       }
     }
   }
+  if (tiles) end_tiles();
 }
 // Rows ids[T] of a table (N, K) in any of these forms: the first contribution to the residual
 // stream, which is set to 0 here.
@@ -1012,7 +1233,7 @@ static size_t prepare(Task *task) {
   const Op *o = &task->op;
   char *const *p = o->p;
   const int64_t *n = o->n;
-  if (o->kind == LINEAR) return o->bf ? 0 : o->rows * n[1] * 4;  // x in two parts
+  if (o->kind == LINEAR) return linear_shared(o->bf, o->rows, n[1]);
   if (o->kind == ATTENTION) {
     Cache c = {p[2], n[0], n[1], n[2], n[3], n[4], n[11], (float *)p[6], 1, o->f[2]};
     task->attn = (Attn){p[0], p[1], c, (int32_t *)p[3], (int32_t *)p[4], (int32_t *)p[5], o->rows,
@@ -1020,10 +1241,11 @@ static size_t prepare(Task *task) {
                         round_up(n[8], NC), 0, 0};
   }
   if (o->kind < NARROW && o->kind != EMBED) return 0;
-  long KP = round_up(n[1], 8), unit = least(round_up(n[5], 8), 128);
   task->narrow = (Narrow){p[0], p[1], p[2], p[3], p[4], (int64_t *)p[5], p[6], o->rows, n[0], n[1],
-                          n[2], n[3], n[4], n[5], n[6], KP, unit, (KP + unit - 1) / unit};
-  return o->rows * ready_row_size(FP32, &task->narrow);  // the widest
+                          n[2], n[3], n[4], n[5], n[6]};
+  if (o->kind == EMBED) { task->narrow.KP = round_up(n[1], 8); return 0; }
+  size_up(o->bf, o->kind - NARROW, &task->narrow);
+  return task->narrow.shared;
 }
 // Few items of attention are cut further; their partial results are shared.
 static size_t split(Task *task, int threads) {
