@@ -257,13 +257,15 @@ INLINE void rope_store(int bf, Team *t, char *qkv, const float *cos_sin, const c
   EACH_ROW(i, T, ldx) {
     long pos = wide ? ((const int64_t *)positions)[i] : ((const int32_t *)positions)[i];
     char *row = qkv + i * ldx * z, *k = row + H * D * z;
+    long to = slots[i] / c.BS * c.block + slots[i] % c.BS * c.token, y = size_of(c.kv);
+    for (long b = 0; slots[i] >= 0 && b < KH * D * y; b += 64)  // asked for while q and k are turned
+      for (long plane = 0; plane < 2; plane++)
+        __builtin_prefetch(c.data + (to + plane * c.plane) * y + b, 1);
     for (long h = 0; h < H + KH; h++)
       rotate(bf, row + h * D * z, cos_sin + pos * rotary, rotary / 2, interleaved);
-    if (slots[i] < 0) continue;
-    long to = slots[i] / c.BS * c.block + slots[i] % c.BS * c.token;
-    for (long h = 0; h < 2 * KH; h++) {  // the keys of all heads, then the values
+    for (long h = 0; slots[i] >= 0 && h < 2 * KH; h++) {  // the keys of all heads, then the values
       long at = to + h / KH * c.plane + h % KH * c.head;
-      store_head(bf, c.kv, k + h * D * z, c.data + at * size_of(c.kv), D,
+      store_head(bf, c.kv, k + h * D * z, c.data + at * y, D,
                  h < KH ? c.k_scale : c.v_scale, c.scales ? c.scales + at / D : 0);
     }
   }
@@ -1274,7 +1276,7 @@ void run(const Op *ops, long count, long tokens, long sequences) {
   Team t = {.shared = (float *)room(&common, shared)};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (long i = 0; i < count; i++) {
-    OPERATORS[ops[i].kind][ops[i].bf](&t, tasks + i);
+    if (tasks[i].op.rows) OPERATORS[ops[i].kind][ops[i].bf](&t, tasks + i);
     if (i + 1 < count) barrier(&t);
   }
 }

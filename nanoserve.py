@@ -2208,7 +2208,8 @@ class ModelRunner:
             logits = self.model.logits(last)  # (R, V)
             self.activation_bytes = max(
                 self.activation_bytes, self.model.activation_bytes(len(token_ids), len(of)))
-            finite = last.isfinite().all(dim=1).tolist()
+            # One number of a hidden state that is not finite makes every logit of its row so.
+            finite = logits[:, 0].isfinite().tolist()
             clock.lap("forward")
             self._sample(logits, [requests[i] for i in done], row_counts, finite, output)
             clock.lap("sample")

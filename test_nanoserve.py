@@ -1199,7 +1199,7 @@ def test_a_quantized_model_equals_the_model_of_its_dequantized_weights(options, 
         monkeypatch.setattr(ns, "QUANTS", {name: expand(row) for name, row in ns.QUANTS.items()})
         wide = run(ns.LLM(model="toy", num_kv_blocks=64, **options))
         assert [ids for ids, _ in found] == [ids for ids, _ in wide]
-        torch.testing.assert_close(torch.tensor([p for _, p in found]), torch.tensor([p for _, p in wide]), atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.tensor([p for _, p in found]), torch.tensor([p for _, p in wide]), atol=5e-4, rtol=0)
     weight = made(torch.randn(8, 64), ns.EngineConfig(**options))
     assert isinstance(weight, kernels.QuantizedWeight) and weight.int8_inputs == (options["quantization"] == "w8a8")
 
@@ -4348,6 +4348,14 @@ def test_a_token_that_the_table_does_not_have_fails_alone():
         for ids in ([llm.core.model_config.vocab_size], [-1]):
             x, residual = kernels.embed(torch.tensor([5, *ids]), table, llm.core.runner.model.dtype)
             assert x[0].isfinite().all() and x[1].isnan().all() and not residual.any()
+
+
+@needs_c
+def test_products_of_no_rows():
+    w = torch.randn(64, 32)
+    for weight in (w.to(BF16), kernels.quantize_int8(w), kernels.quantize_int4(w)):
+        for dtype in (FP32, BF16):
+            assert kernels.linear(torch.zeros(0, 32, dtype=dtype), kernels.prepare_weight(weight, dtype)).shape == (0, 64)
 
 
 @needs_c
