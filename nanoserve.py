@@ -1969,16 +1969,17 @@ class DraftLength:
 class DraftModel:
     """A smaller model that runs ahead of the target. Its K and V lie in arrays of its own under the
     target's block ids, so blocks that are shared, found again or freed are so for both."""
-    def __init__(self, model, kv, max_len, max_num_seqs):
-        self.model, self.kv, self.max_len = model, kv, max_len
-        self.num_computed = np.zeros(max_num_seqs, np.int64)
+    def __init__(self, model, kv, config):
+        self.model, self.kv, self.max_len = model, kv, len(model.cos_sin)
+        self.steps = RecordedSteps(model, kv, config, self.max_len)
+        self.num_computed = np.zeros(config.max_num_seqs, np.int64)
         self.laws = {}  # row -> [q (V,) of each draft], of rows above temperature 0
 
     def hidden(self, runner, rows, ends):
         """Compute what is missing before `ends`; the hidden states of the last positions (R, E)."""
         counts = ends - self.num_computed[rows]
         token_ids, ctx = runner.pack(rows, self.num_computed[rows], counts)
-        hidden = self.model.forward(token_ids, replace(ctx, kv=self.kv))
+        hidden = self.steps.run(token_ids, replace(ctx, kv=self.kv))
         self.num_computed[rows] = ends
         return hidden[torch.from_numpy(counts.cumsum() - 1).to(hidden.device)]
 
@@ -2047,7 +2048,7 @@ class RunnerRequest:
     rules: LogitsRules | None
 
 class RecordedSteps:
-    """Steps recorded once and replayed (kernels.py 12).
+    """The steps of a model, recorded once and replayed (kernels.py 12) where that is possible.
 
     A recording reads and writes fixed addresses, so the inputs of a step are copied into buffers.
     On a CPU one recording serves every step of up to 256 tokens. A CUDA graph serves one size, and
@@ -2055,8 +2056,8 @@ class RecordedSteps:
     sequences when first needed, and a step is padded to the next of these. A padding row has
     sequence length 0 and slot -1: it attends to nothing and writes nowhere."""
     def __init__(self, model, kv, config, max_model_len):
-        """ValueError says why the steps of this model cannot be recorded."""
         self.model, self.kv, self.max_len, self.recorded = model, kv, max_model_len, {}
+        self.eager = "enforce_eager" if config.enforce_eager else ""  # the reason to record nothing
         self.decode_only = model.device.type == "cuda"
         self.sizes = [size for size in (1, 2, 4, *range(8, 257, 8))
                       if size < 2 * config.max_num_seqs] if self.decode_only else [256]
@@ -2066,13 +2067,17 @@ class RecordedSteps:
         self.seq_lens = torch.zeros(largest, **narrow)
         self.block_table = torch.zeros((largest, cdiv(max_model_len, config.block_size)), **narrow)
         self.query_start_loc = torch.arange(largest + 1, **narrow)
-        if not self.decode_only:
-            self.record(largest)
+        if not self.decode_only and not self.eager:
+            try:
+                self.record(largest)
+            except ValueError as e:
+                self.eager = str(e)
 
     def run(self, token_ids, ctx):
         """Hidden states (T, E) like model.forward, which runs what no recording fits."""
         T, S = len(token_ids), len(ctx.meta.seq_lens)
-        if T > self.sizes[-1] or self.decode_only and ctx.meta.max_query_len > 1:
+        fits = T <= self.sizes[-1] and not (self.decode_only and ctx.meta.max_query_len > 1)
+        if self.eager or not fits:
             return self.model.forward(token_ids, ctx)
         size = self.sizes[bisect.bisect_left(self.sizes, T)]
         self.fill(token_ids, ctx, size)
@@ -2126,14 +2131,8 @@ class ModelRunner:
         self.kv = kv_arrays(model, num_blocks, self.block_size, kv_dtype)
         self.drafter, self.draft_model = DRAFTERS[config.speculative], draft_model
         self.draft_length, self.max_model_len = DraftLength(config, R), max_model_len
-        self.activation_bytes, self.recorded = 0, None  # the most of any step
-        self.report = "steps: run eagerly (enforce_eager)"
-        if not config.enforce_eager:
-            try:
-                self.recorded = RecordedSteps(model, self.kv, config, max_model_len)
-                self.report = "steps: recorded and replayed"
-            except ValueError as e:
-                self.report = f"steps: run eagerly ({e})"
+        self.activation_bytes = 0  # the most of any step
+        self.steps = RecordedSteps(model, self.kv, config, max_model_len)
         self.requests, self.free_rows = {}, list(range(R))[::-1]
         self.token_ids = np.zeros((R, max_model_len + 1), np.int64)
         self.block_table = np.zeros((R, cdiv(max_model_len, self.block_size)), np.int32)
@@ -2192,8 +2191,7 @@ class ModelRunner:
         done = np.flatnonzero(starts + counts >= self.num_tokens[rows])  # the others are mid-input
         clock.lap("pack")
         with torch.inference_mode():
-            forward = self.recorded.run if self.recorded else self.model.forward
-            hidden = forward(token_ids, ctx)  # (T, E)
+            hidden = self.steps.run(token_ids, ctx)  # (T, E)
             ends = counts.cumsum()
             for i, request in enumerate(requests):
                 if request.params.prompt_logprobs is not None:
@@ -2418,10 +2416,11 @@ class EngineCore:
         require(config.enable_chunked_prefill or self.max_model_len <= budget,
                 f"max_num_batched_tokens {budget} cannot hold a whole prompt (max_model_len)")
         if draft:
-            draft = DraftModel(draft[0], kv_arrays(draft[0], num_blocks, BS, draft[1]),
-                               len(draft[0].cos_sin), config.max_num_seqs)
+            draft = DraftModel(draft[0], kv_arrays(draft[0], num_blocks, BS, draft[1]), config)
         self.runner = ModelRunner(model, num_blocks, config, self.max_model_len, kv_dtype, draft)
-        self.report.append(self.runner.report)
+        eager = self.runner.steps.eager
+        how = f"run eagerly ({eager})" if eager else "recorded and replayed"
+        self.report.append(f"steps: {how}")
         self.seeds = random.Random(config.seed)  # for requests that bring none
         self.scheduler = Scheduler(
             replace(config, max_model_len=self.max_model_len),

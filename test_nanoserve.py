@@ -4232,7 +4232,7 @@ def graphs_on_the_cpu(llm, monkeypatch):
         m.setattr(ns.torch, "zeros", lambda *args, device, zeros=torch.zeros, **kw: zeros(*args, **kw))
         m.setattr(ns.torch, "arange", lambda *args, device, arange=torch.arange, **kw: arange(*args, **kw))
         steps = ns.RecordedSteps(core.runner.model, core.runner.kv, core.scheduler.config, core.max_model_len)
-    core.runner.recorded = steps
+    core.runner.steps = steps
     yield steps, sizes
 
 
