@@ -1049,12 +1049,13 @@ class Connection(asyncio.Protocol):
                             reason=http.HTTPStatus(status).phrase)
 
     async def write(self, *events):
-        """Send, and wait while the client has not read enough of what it was sent before."""
-        self.transport.write(b"".join(self.http.send(event) or b"" for event in events))
-        if self.writable.is_set():
-            return
+        """Send piece by piece, and wait while the client has not read enough of those before."""
+        data = b"".join(self.http.send(event) or b"" for event in events)
         try:
-            await asyncio.wait_for(self.writable.wait(), self.options.write_timeout)
+            for start in range(0, len(data), MOST_UNSENT_BYTES):
+                self.transport.write(data[start : start + MOST_UNSENT_BYTES])
+                if not self.writable.is_set():
+                    await asyncio.wait_for(self.writable.wait(), self.options.write_timeout)
         except asyncio.TimeoutError:
             log.info({"path": self.request.path[:200], "error": "the client does not read"})
             self.transport.abort()
@@ -1069,28 +1070,24 @@ class Connection(asyncio.Protocol):
 
     async def write_error(self, error):
         with contextlib.suppress(ConnectionError):
-            self.note(error)
             await self.write(*self.events_of(self.error_response(error)))
 
-    def error_response(self, error, headers=()):
-        return Response(to_json(error.body()), status=error.status,
-                        headers=(*error.headers, *headers))
-
-    def note(self, error):
-        """Log a refusal. The sentence of a 400 may quote what the client wrote."""
+    def error_response(self, error, *headers):
+        """It goes into the log, too, but a 400 without its sentence: that may quote the client."""
         row = {"status": error.status, "param": error.param}
         if error.status != 400 or self.options.log_prompts:
             row["error"] = str(error)[:300]
         log.info({"path": self.request.path[:200], **row} if self.request else row)
+        return Response(to_json(error.body()), status=error.status,
+                        headers=(*error.headers, *headers))
 
     def refuse(self, error):
         """Answer what cannot be read to its end, and hang up: where the next request would begin
         is not known. What still arrives is thrown away, so that the answer is not lost."""
-        self.note(error)
         idle = (error.status == 408 and self.http.their_state is h11.IDLE
                 and not self.http.trailing_data[0])  # it never began: nothing to answer
         if self.http.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not idle:
-            response = self.error_response(error, [("Connection", "close")])
+            response = self.error_response(error, ("Connection", "close"))
             data = [self.http.send(event) or b"" for event in self.events_of(response)]
             self.transport.write(b"".join(data))
         self.leaving = True
