@@ -528,7 +528,7 @@ class Engine:
         self.longest_token = max(
             (len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size)))
         self.metrics, self.watches = Metrics(self.model), {}
-        self.dead, self.answers = None, {"view": [], "reset": []}
+        self.process, self.dead, self.answers = None, None, {"view": [], "reset": []}
 
     def start(self):
         """Start the core and wait until its model is loaded. Returns what it says about itself."""
@@ -558,10 +558,11 @@ class Engine:
         asyncio.get_running_loop().add_reader(self.pipe.fileno(), self._receive)
 
     def stop(self):
-        """End the core process. It keeps nothing, so it need not be asked."""
-        asyncio.get_running_loop().remove_reader(self.pipe.fileno())
-        self.process.kill()
-        self.process.join()
+        """End the core process. It keeps nothing, so it need not be asked. Left alone, it would
+        wait for mail, and Python for it."""
+        if self.process:
+            self.process.kill()
+            self.process.join()
 
     def check_model(self, body):
         model = typed(body, "model", str, self.model)
@@ -1143,7 +1144,6 @@ class Server:
         self.listener.close()
         for connection in [*self.connections]:
             connection.transport.abort()
-        self.engine.stop()
         return 1 if self.died else 0
 
     def on_signal(self):
@@ -1165,7 +1165,7 @@ class Server:
 
     async def drain(self):
         """No new requests; those that run end, or are ended at the deadline or a second signal."""
-        ns.say("draining: no new requests, waiting for those that run")
+        log.info("draining: no new requests, waiting for those that run")
         self.routes.draining = True
         self.listener.close()
         for connection in [*self.connections]:
@@ -1192,6 +1192,9 @@ def serve(engine_options, server_options):
         import resource
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    ns.say("\n".join(engine.start()))
-    ns.say(f"front end: process {os.getpid()}; core: process {engine.process.pid}")
-    return asyncio.run(Server(engine, options).run(listening))
+    try:
+        ns.say("\n".join(engine.start()))
+        ns.say(f"front end: process {os.getpid()}; core: process {engine.process.pid}")
+        return asyncio.run(Server(engine, options).run(listening))
+    finally:
+        engine.stop()
