@@ -62,6 +62,7 @@ import bench  # noqa: E402
 import bench_kernels  # noqa: E402
 import bench_plot  # noqa: E402
 import bench_quant  # noqa: E402
+import bench_server  # noqa: E402
 import bench_serving  # noqa: E402
 import bench_spec  # noqa: E402
 import checkpoints  # noqa: E402
@@ -6037,6 +6038,19 @@ def test_server_says_in_one_sentence_why_it_cannot_start(served, capsys, monkeyp
     assert code == 2 and "something in the front end" in err and not alive(*cores)
 
 
+def test_bench_streams_compares_the_server_with_the_engine(served, capsys):
+    address = f"http://127.0.0.1:{served.port}"
+    def run(url, outputs=8):
+        return bench.main(["streams", "--model", "toy", "--url", url, "--streams", "4", "--repeat", "2", "--outputs", str(outputs)])
+    assert run(address) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["same"] == 12 and len(result["ratio"]) == 2  # the first of three rounds warms up
+    assert [there / here for here, there in zip(*result["tok_s"].values())] == result["ratio"]
+    for url, outputs, words in (("http://127.0.0.1:1", 8, "127.0.0.1:1"), (address, 1000, "400 Bad Request")):
+        assert run(url, outputs) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_server_ends_when_the_last_reader_has_all_of_its_answer(served):
     """The last test of this server. One who reads all the time is not slow, however long it takes."""
     count = len(served.lines)
@@ -7623,7 +7637,7 @@ def run_bench(*argv, interpret=False):
                           capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", [bench, bench_kernels, bench_plot, bench_quant, bench_serving, bench_spec, lessons,
+@pytest.mark.parametrize("module", [bench, bench_kernels, bench_plot, bench_quant, bench_server, bench_serving, bench_spec, lessons,
                                     lessons_kernels, checkpoints, quantized], ids=lambda m: m.__name__)
 def test_contents_name_every_section_and_the_file_stays_small(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
