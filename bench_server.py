@@ -5,6 +5,10 @@
 
 Both have the same model and machine, and take turns, so that the ratio holds where the machine is
 shared with others.  The clients read and count nothing while the clock runs.
+
+CONTENTS
+     1  Two ways
+     2  streams
 """
 
 import asyncio
@@ -15,6 +19,13 @@ import urllib.parse
 
 import nanoserve
 from bench import describe_run, positive, publish, spread
+
+
+# ==================================================================================================
+# 1  Two ways
+# ==================================================================================================
+# Greedy, so that both ways must give the same texts; new prompts in each round, so that no cache
+# helps the second.
 
 HEAD = ("POST /v1/completions HTTP/1.1\r\nHost: {}\r\nContent-Type: application/json\r\n"
         "Connection: close\r\nContent-Length: {}\r\n\r\n")
@@ -57,6 +68,11 @@ def text_of(url, answer):
         raise ValueError(f"{url}: {status} {body[:300].decode()}")
     events = [line[6:] for line in body.splitlines() if line.startswith(b"data: {")]
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+# ==================================================================================================
+# 2  streams
+# ==================================================================================================
 
 def run_streams(args):
     count, outputs, url = args["streams"], args["outputs"], args["url"].rstrip("/")

@@ -1123,7 +1123,7 @@ class Server:
         self.engine, self.options, self.connections = engine, options, set()
         self.routes = Routes(engine, options)
         self.num_signals, self.died = 0, False
-        self.changed = asyncio.Event()  # one of these three
+        self.changed = asyncio.Event()  # a signal came, the core died or a connection ended
 
     async def run(self, listening):
         """Serve until a signal or the core's death. Returns the exit code."""
