@@ -10,6 +10,7 @@
     python bench.py quant                              weight and KV formats: quality beside speed
     python bench.py spec                               what drafting gains, and where it does not
     python bench.py latency | prefix | chunk | switches    what people feel (bench_serving.py)
+    python bench.py streams --url http://localhost:8000    the server beside the engine alone
     python bench.py lesson all                         the articles' examples (lessons.py)
 
 A measurement prints its own command line, the commit, the machine, versions and (throughput) the
@@ -637,6 +638,7 @@ COMMANDS = {  # name: (module, None for this one; words for --help)
     "prefix": ("bench_serving", "prefix caching, on and off: prefix length x output length"),
     "chunk": ("bench_serving", "chunk size: gaps of the others, TTFT of a long prompt"),
     "switches": ("bench_serving", "every optimisation off in turn, and what that costs"),
+    "streams": ("bench_server", "what the server costs: 64 streams beside the engine alone"),
     "lesson": ("lessons", "the articles' worked examples, run and compared"),
     "capacity": ("lessons", "KV cache of a config.json: per token, rank, request, pool"),
     "simulate": ("lessons", "rounds of the scheduler for id:arrival:prompt:output ..."),

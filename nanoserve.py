@@ -2834,7 +2834,7 @@ class LLM:
 # Between them runs one pipe with small messages.
 #
 #     client ═ HTTP ═ front end ── add, abort, stop, view, reset ──►  core: read_mail(), step()
-#                               ◄── ready, news, refused, view, crashed ──
+#                               ◄── ready, news, refused, view, reset, crashed ──
 #
 # Invariant: mail is read between any two steps, so who leaves is gone within one step.
 # Invariant: whoever dies, the other notices: its end of the pipe closes. Nobody waits for ever.

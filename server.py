@@ -52,12 +52,6 @@ PAGE = Path(__file__).with_name("page.html")
 # ==================================================================================================
 # Invariant: whatever a client sends, it gets a status, OpenAI's error object and one sentence.
 
-ERROR_TYPES = {
-    400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError",
-    404: "NotFoundError", 405: "MethodNotAllowedError", 408: "RequestTimeoutError",
-    413: "RequestTooLargeError", 415: "UnsupportedMediaTypeError", 500: "InternalServerError",
-    503: "ServiceUnavailableError"}
-
 class Refused(Exception):
     """A request that gets an error instead of an answer; param: the field at fault, if one is."""
     def __init__(self, status, message, param=None, headers=()):
@@ -67,7 +61,7 @@ class Refused(Exception):
     def body(self):
         message = str(self)
         message = message if len(message) <= 600 else message[:600] + " ..."
-        kind = ERROR_TYPES.get(self.status, "BadRequestError")
+        kind = http.HTTPStatus(self.status).phrase.replace(" ", "").removesuffix("Error") + "Error"
         return {"error": {"message": message, "type": kind, "param": self.param,
                           "code": self.status}}
 
@@ -110,8 +104,9 @@ def from_json(data):
 
 PASSED = {f.name for f in fields(ns.SamplingParams)} - {"logprobs", "detokenize"}
 OURS = {"model", "stream", "stream_options", "logprobs", "echo", "add_special_tokens",
-        "return_token_ids", "return_token_strs"}
-CHAT_ONLY = {"messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt"}
+        "return_token_ids"}
+CHAT_ONLY = {"messages", "top_logprobs", "max_completion_tokens", "add_generation_prompt",
+             "chat_template_kwargs"}
 HARMLESS = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
             "parallel_tool_calls", "spaces_between_special_tokens"}
 # What is not implemented and may not be skipped silently, with its values that ask for nothing.
@@ -120,7 +115,9 @@ REFUSED = {
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "prompt_embeds": (),
     "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "modalities": (["text"],),
-    "audio": (), "chat_template": (), "continue_final_message": (False,),
+    "audio": (), "chat_template": (), "continue_final_message": (False,), "documents": ([],),
+    "reasoning_effort": ("none",), "thinking_token_budget": (), "length_penalty": (1,),
+    "logits_processors": ([],), "repetition_detection": (), "prediction": (),
     "truncate_prompt_tokens": (), "return_tokens_as_token_ids": (False,)}
 LONGEST_LIST = {"stop": 64, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 1024}
 MOST_LOGPROBS = 20
@@ -154,18 +151,21 @@ def typed(body, name, kind, default):
     check(good or value is default, f"{name} must be {words}, got {value!r}", name)
     return value
 
+def warn_of_unknown(body, known):
+    if unknown := sorted(set(body) - known):
+        log.warning({"ignored_fields": [name[:100] for name in unknown[:20]]})
+
 def text_of(content, where):
     """Content of a message: a string, or text parts, which are joined."""
-    if isinstance(content, list):
-        for part in content:
-            check(isinstance(part, dict), f"{where}: a content part must be an object", "messages")
-            check(part.get("type") == "text", f"{where}: content part type {part.get('type')!r} is "
-                  "not supported, only 'text'", "messages")
-            check(isinstance(part.get("text"), str), f"{where}: text must be a string", "messages")
-        return "".join(part["text"] for part in content)
-    check(isinstance(content, str), f"{where}: content must be a string or a list of text parts",
+    if isinstance(content, str):
+        return content
+    check(isinstance(content, list), f"{where}: content must be a string or a list of text parts",
           "messages")
-    return content
+    for part in content:
+        check(isinstance(part, dict) and part.get("type") == "text"
+              and isinstance(part.get("text"), str), f"{where}: content parts must be of type "
+              f"'text' and hold a text, got {part!r}", "messages")
+    return "".join(part["text"] for part in content)
 
 def read_messages(body):
     """The conversation as the chat template takes it."""
@@ -196,16 +196,23 @@ def read_prompts(body):
     check(same, "prompt must hold only strings or only lists of token ids", "prompt")
     return prompt
 
+def read_limit(body, chat):
+    """(field, its value): how long the answer may become; a chat has a newer name for it."""
+    name = "max_tokens"
+    if chat and body.get("max_completion_tokens") is not None:
+        name = "max_completion_tokens"
+    asked, least = typed(body, name, int, None), int(chat)  # 0: a completion only echoes
+    check(asked is None or asked >= least, f"{name} must be at least {least}, got {asked}", name)
+    return name, asked
+
 def read_sampling(front, body, chat):
     """SamplingParams, and the number of best logprobs to report."""
     given = {name: body[name] for name in PASSED if body.get(name) is not None}
     for name, most in LONGEST_LIST.items():
         count = len(given[name]) if isinstance(given.get(name), (list, dict)) else 0
         check(count <= most, f"{name} has {count} entries, the most is {most}", name)
-    if chat and typed(body, "max_completion_tokens", int, None) is not None:
-        given["max_tokens"] = body["max_completion_tokens"]
     if chat:
-        given.setdefault("max_tokens", None)  # as many as there is room for
+        _, given["max_tokens"] = read_limit(body, chat)  # None: as many as there is room for
         top = typed(body, "top_logprobs", int, 0)
         wanted = typed(body, "logprobs", bool, False)
         check(wanted or not top, "top_logprobs needs logprobs to be true", "top_logprobs")
@@ -227,9 +234,8 @@ def understand(engine, body, chat):
     model = engine.check_model(body)
     for name, harmless in REFUSED.items():
         check(body.get(name) is None or body[name] in harmless, f"{name} is not supported", name)
-    known = PASSED | OURS | HARMLESS | set(REFUSED) | (CHAT_ONLY if chat else {"prompt"})
-    if unknown := sorted(set(body) - known):
-        log.warning({"ignored_fields": [name[:100] for name in unknown[:20]]})
+    warn_of_unknown(body, PASSED | OURS | HARMLESS | {*REFUSED} | (
+        CHAT_ONLY if chat else {"prompt"}))
     options = typed(body, "stream_options", dict, {})
     stream = typed(body, "stream", bool, False)
     check(stream or not options, "stream_options needs stream to be true", "stream_options")
@@ -246,14 +252,16 @@ def understand(engine, body, chat):
     prompts = [engine.chat_ids(body)] if chat else read_prompts(body)
     choices, most = len(prompts) * params.n, engine.options.max_choices
     check(choices <= most, f"{choices} completions in one request: the most is {most}", "n")
-    asked = body.get("max_completion_tokens") if chat else None
-    asked = body.get("max_tokens") if asked is None else asked
+    limit, asked = read_limit(body, chat)
+    adds = typed(body, "add_special_tokens", bool, True)
     for i, prompt in enumerate(prompts):
-        parent, messages = engine.make_requests(
-            prompt, params, f"{job.id}-{i}", typed(body, "add_special_tokens", bool, True))
+        text = prompt if isinstance(prompt, str) else None
+        ids = prompt if text is None else engine.encode(text, adds)
+        parent, messages = engine.front.make_requests(ids, params, f"{job.id}-{i}")
+        parent.prompt = text
         length, longest = len(parent.prompt_token_ids), engine.front.max_model_len
-        check(length + (asked or 0) <= longest, f"max_tokens {asked} and a prompt of {length} "
-              f"tokens exceed max_model_len {longest}", "max_tokens")
+        check(length + (asked or 0) <= longest, f"{limit} {asked} and a prompt of {length} tokens "
+              f"exceed max_model_len {longest}", limit)
         job.checked.append((parent, messages))
     return job
 
@@ -520,7 +528,7 @@ class Engine:
         self.longest_token = max(
             (len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size)))
         self.metrics, self.watches = Metrics(self.model), {}
-        self.dead, self.answers = None, {"view": [], "reset": []}
+        self.process, self.dead, self.answers = None, None, {"view": [], "reset": []}
 
     def start(self):
         """Start the core and wait until its model is loaded. Returns what it says about itself."""
@@ -550,10 +558,11 @@ class Engine:
         asyncio.get_running_loop().add_reader(self.pipe.fileno(), self._receive)
 
     def stop(self):
-        """End the core process. It keeps nothing, so it need not be asked."""
-        asyncio.get_running_loop().remove_reader(self.pipe.fileno())
-        self.process.kill()
-        self.process.join()
+        """End the core process. It keeps nothing, so it need not be asked. Left alone, it would
+        wait for mail, and Python for it."""
+        if self.process:
+            self.process.kill()
+            self.process.join()
 
     def check_model(self, body):
         model = typed(body, "model", str, self.model)
@@ -562,26 +571,23 @@ class Engine:
                           "model")
         return model
 
-    def check_length(self, text):
-        """Refuse what is too long for sure before the time is spent to tokenise it."""
+    def encode(self, text, add_special_tokens):
+        """Ids of a text. What is too long for sure is refused before time is spent on it."""
         most = self.front.max_model_len * self.longest_token
         check(len(text) <= most, f"a text of {len(text)} characters has more tokens than "
               f"max_model_len {self.front.max_model_len}")
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def chat_ids(self, body):
+        """Ids of the conversation. The template writes BOS, so that encoding adds no second one."""
         messages = read_messages(body)
-        self.check_length("".join(message["content"] for message in messages))
-        adds = typed(body, "add_generation_prompt", bool, True)
-        return self.tokenizer.encode_chat(messages, add_generation_prompt=adds)
-
-    def make_requests(self, prompt, params, request_id, add_special_tokens=True):
-        text = prompt if isinstance(prompt, str) else None
-        if text is not None:
-            self.check_length(text)
-            prompt = self.tokenizer.encode(text, add_special_tokens)
-        parent, messages = self.front.make_requests(prompt, params, request_id)
-        parent.prompt = text
-        return parent, messages
+        variables = typed(body, "chat_template_kwargs", dict, {})
+        taken = {"self", "messages", "add_generation_prompt"} & set(variables)
+        check(not taken, f"chat_template_kwargs may not hold {sorted(taken)}",
+              "chat_template_kwargs")
+        text = self.tokenizer.apply_chat_template(
+            messages, typed(body, "add_generation_prompt", bool, True), **variables)
+        return self.encode(text, typed(body, "add_special_tokens", bool, False))
 
     @contextlib.contextmanager
     def running(self, job):
@@ -600,18 +606,15 @@ class Engine:
         try:
             yield watch
         finally:
-            self._leave(watch, [message.request_id for message in mail])
-
-    def _leave(self, watch, request_ids):
-        left = [i for i in request_ids if i in self.front.pending]
-        for request_id in left:
-            _, pending = self.watches.pop(request_id)
-            self.front.end(request_id, "error" if watch.refusal or self.dead else "abort")
-            if pending.parent.finished:
-                self.metrics.finish(pending.parent)
-        if left:
-            self.outbox.put(("abort", left))
-        self._log(watch.job)
+            left = [m.request_id for m in mail if m.request_id in self.front.pending]
+            for request_id in left:
+                _, pending = self.watches.pop(request_id)
+                self.front.end(request_id, "error" if watch.refusal or self.dead else "abort")
+                if pending.parent.finished:
+                    self.metrics.finish(pending.parent)
+            if left:
+                self.outbox.put(("abort", left))
+            self._log(job)
 
     def _log(self, job):
         parents = [parent for parent, _ in job.checked]
@@ -730,6 +733,7 @@ class Response:
     headers: tuple = ()
 
 OPEN = {"/", "/health", "/metrics", "/version"}
+SHUTTING_DOWN = "the server is shutting down"
 
 class Routes:
     """What each path does. A handler returns a Response, or an async iterator of events."""
@@ -754,9 +758,10 @@ class Routes:
             raise Refused(404, f"there is nothing at {request.path[:200]!r}")
         allow = ", ".join([*methods, *(["HEAD"] if "GET" in methods else []), "OPTIONS"])
         if request.method == "OPTIONS":
+            asked = request.headers.get("access-control-request-headers", "*")
             return Response(b"", status=204, headers=(
                 ("Allow", allow), ("Access-Control-Allow-Methods", allow),
-                ("Access-Control-Allow-Headers", "Authorization, Content-Type, X-Request-Id")))
+                ("Access-Control-Allow-Headers", asked)))
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
             raise Refused(405, f"{request.path} takes {allow}, not {request.method[:20]}",
@@ -764,13 +769,13 @@ class Routes:
         if path not in OPEN:
             self.check_key(request)
         if request.method == "POST" and self.draining:
-            raise Refused(503, "the server is shutting down")
+            raise Refused(503, SHUTTING_DOWN)
         return await handler(request)
 
     def allowed_origin(self, request):
         """Headers that let the page at Origin read the answer. Refused if it is a stranger's."""
         origin = request.headers.get("origin")
-        if origin is None or origin == f"http://{request.headers.get('host')}":
+        if origin is None or origin.partition("://")[2] == request.headers.get("host"):
             return ()
         known = self.options.allowed_origins or []
         if origin not in known and "*" not in known:
@@ -855,17 +860,21 @@ class Routes:
         return Response(to_json({"reset": await self.engine.ask("reset")}))
 
     async def tokenize(self, request):
-        engine, tokenizer = self.engine, self.engine.tokenizer
+        engine = self.engine
         def call(body):
             engine.check_model(body)
+            warn_of_unknown(body, {"model", "prompt", "messages", "add_special_tokens",
+                                   "return_token_strs", "add_generation_prompt",
+                                   "chat_template_kwargs"})
             if "messages" in body:
                 ids = engine.chat_ids(body)
             else:
-                engine.check_length(prompt := typed(body, "prompt", str, ""))
-                ids = tokenizer.encode(prompt, typed(body, "add_special_tokens", bool, True))
+                prompt = typed(body, "prompt", str, None)
+                check(prompt is not None, "prompt is missing, and so is messages", "prompt")
+                ids = engine.encode(prompt, typed(body, "add_special_tokens", bool, True))
             texts = None
             if typed(body, "return_token_strs", bool, False):
-                texts = [tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+                texts = [engine.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
             return {"count": len(ids), "max_model_len": engine.front.max_model_len, "tokens": ids,
                     "token_strs": texts}
         return Response(to_json(await self.read(request, call)))
@@ -873,7 +882,9 @@ class Routes:
     async def detokenize(self, request):
         def call(body):
             self.engine.check_model(body)
-            ids = typed(body, "tokens", list, [])
+            warn_of_unknown(body, {"model", "tokens"})
+            ids = typed(body, "tokens", list, None)
+            check(ids is not None, "tokens is missing", "tokens")
             self.engine.front.check_ids("tokens", ids)
             return {"prompt": self.engine.tokenizer.decode(ids, skip_special_tokens=False)}
         return Response(to_json(await self.read(request, call)))
@@ -906,7 +917,9 @@ class Connection(asyncio.Protocol):
             socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_UNSENT_BYTES)
         transport.set_write_buffer_limits(MOST_UNSENT_BYTES)
         self.server.connections.add(self)
-        if len(self.server.connections) > self.options.max_connections:
+        if self.server.routes.draining:
+            self.refuse(Refused(503, SHUTTING_DOWN))
+        elif len(self.server.connections) > self.options.max_connections:
             self.refuse(Refused(503, f"{self.options.max_connections} connections are open: no "
                                 "more are taken"))
         else:
@@ -914,6 +927,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error):
         self.server.connections.discard(self)
+        self.server.changed.set()
         self.set_timer(None)
         self.writable.set()
         if self.task:
@@ -993,7 +1007,7 @@ class Connection(asyncio.Protocol):
             self.extra_headers = routes.allowed_origin(request)
             result = await routes(request)
             if isinstance(result, Response):
-                await self.write_whole(result)
+                await self.write(*self.events_of(result))
             else:
                 async with contextlib.aclosing(result) as events:
                     first = await anext(events)  # an error before it still has a status of its own
@@ -1006,8 +1020,6 @@ class Connection(asyncio.Protocol):
         except ConnectionError:
             return  # nobody is there to be told
         except Refused as error:
-            path, sentence = request.path[:200], str(error)[:300]
-            log.info({"path": path, "status": error.status, "error": sentence})
             await self.write_error(error)
         except Exception as error:
             log.exception({"path": request.path[:200], "status": 500})
@@ -1038,12 +1050,13 @@ class Connection(asyncio.Protocol):
                             reason=http.HTTPStatus(status).phrase)
 
     async def write(self, *events):
-        """Send, and wait while the client has not read enough of what it was sent before."""
-        self.transport.write(b"".join(self.http.send(event) or b"" for event in events))
-        if self.writable.is_set():
-            return
+        """Send piece by piece, and wait while the client has not read enough of those before."""
+        data = b"".join(self.http.send(event) or b"" for event in events)
         try:
-            await asyncio.wait_for(self.writable.wait(), self.options.write_timeout)
+            for start in range(0, len(data), MOST_UNSENT_BYTES):
+                self.transport.write(data[start : start + MOST_UNSENT_BYTES])
+                if not self.writable.is_set():
+                    await asyncio.wait_for(self.writable.wait(), self.options.write_timeout)
         except asyncio.TimeoutError:
             log.info({"path": self.request.path[:200], "error": "the client does not read"})
             self.transport.abort()
@@ -1056,25 +1069,26 @@ class Connection(asyncio.Protocol):
         silent = self.request is not None and self.request.method == "HEAD" or not response.body
         return [head, *([] if silent else [h11.Data(response.body)]), h11.EndOfMessage()]
 
-    async def write_whole(self, response):
-        await self.write(*self.events_of(response))
-
     async def write_error(self, error):
         with contextlib.suppress(ConnectionError):
-            await self.write_whole(self.error_response(error))
+            await self.write(*self.events_of(self.error_response(error)))
 
-    def error_response(self, error, headers=()):
+    def error_response(self, error, *headers):
+        """It goes into the log, too, but a 400 without its sentence: that may quote the client."""
+        row = {"status": error.status, "param": error.param}
+        if error.status != 400 or self.options.log_prompts:
+            row["error"] = str(error)[:300]
+        log.info({"path": self.request.path[:200], **row} if self.request else row)
         return Response(to_json(error.body()), status=error.status,
                         headers=(*error.headers, *headers))
 
     def refuse(self, error):
         """Answer what cannot be read to its end, and hang up: where the next request would begin
         is not known. What still arrives is thrown away, so that the answer is not lost."""
-        log.info({"status": error.status, "error": str(error)[:300]})
         idle = (error.status == 408 and self.http.their_state is h11.IDLE
                 and not self.http.trailing_data[0])  # it never began: nothing to answer
         if self.http.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not idle:
-            response = self.error_response(error, [("Connection", "close")])
+            response = self.error_response(error, ("Connection", "close"))
             data = [self.http.send(event) or b"" for event in self.events_of(response)]
             self.transport.write(b"".join(data))
         self.leaving = True
@@ -1108,53 +1122,60 @@ class Server:
     def __init__(self, engine, options):
         self.engine, self.options, self.connections = engine, options, set()
         self.routes = Routes(engine, options)
+        self.num_signals, self.died = 0, False
+        self.changed = asyncio.Event()  # a signal came, the core died or a connection ended
 
     async def run(self, listening):
         """Serve until a signal or the core's death. Returns the exit code."""
-        loop, self.signalled, self.hurry = asyncio.get_running_loop(), asyncio.Event(), False
-        self.died = asyncio.Event()
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.on_signal)
-        self.engine.listen(self.died.set)
+        self.engine.listen(self.on_death)
         self.listener = await loop.create_server(
             lambda: Connection(self), sock=listening, backlog=2048)
         host, port = listening.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         ns.say(f"serving {self.engine.model} on http://{host}:{port}")
-        ends = [loop.create_task(event.wait()) for event in (self.signalled, self.died)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not self.died.is_set():
+        await self.until(lambda: self.num_signals or self.died)
+        if not self.died:
             await self.drain()
-        if self.died.is_set():
+        if self.died:
             await asyncio.sleep(2)  # long enough for /health to be asked
         self.listener.close()
         for connection in [*self.connections]:
             connection.transport.abort()
-        self.engine.stop()
-        return 1 if self.died.is_set() else 0
+        return 1 if self.died else 0
 
     def on_signal(self):
-        self.hurry = self.signalled.is_set()  # the second time
-        self.signalled.set()
+        self.num_signals += 1
+        self.changed.set()
+
+    def on_death(self):
+        self.died = True
+        self.changed.set()
+
+    async def until(self, condition, seconds=None):
+        """Wait for what a signal, the core's death or the end of a connection brings about."""
+        async def wait():
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(wait(), seconds)
 
     async def drain(self):
-        """No new requests; those that run end, or are ended at the deadline."""
-        ns.say("draining: no new requests, waiting for those that run")
+        """No new requests; those that run end, or are ended at the deadline or a second signal."""
+        log.info("draining: no new requests, waiting for those that run")
         self.routes.draining = True
         self.listener.close()
         for connection in [*self.connections]:
             if not connection.task:
                 connection.leave()
-        deadline = time.monotonic() + self.options.drain_timeout
-        def busy():
-            return any(connection.task for connection in self.connections)
-        while busy() and time.monotonic() < deadline and not (self.hurry or self.died.is_set()):
-            await asyncio.sleep(0.02)
-        if busy() and not self.died.is_set():
-            self.engine.fail_all("the server is shutting down")
-            deadline = time.monotonic() + 1
-            while busy() and time.monotonic() < deadline:
-                await asyncio.sleep(0.02)
+        await self.until(lambda: not self.connections or self.died or self.num_signals > 1,
+                         self.options.drain_timeout)
+        if self.connections and not self.died:
+            self.engine.fail_all(SHUTTING_DOWN)
+            await self.until(lambda: not self.connections, 1)  # time to read why
 
 def serve(engine_options, server_options):
     """Load the model, listen, and serve. Returns the exit code."""
@@ -1171,6 +1192,9 @@ def serve(engine_options, server_options):
         import resource
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    ns.say("\n".join(engine.start()))
-    ns.say(f"front end: process {os.getpid()}; core: process {engine.process.pid}")
-    return asyncio.run(Server(engine, options).run(listening))
+    try:
+        ns.say("\n".join(engine.start()))
+        ns.say(f"front end: process {os.getpid()}; core: process {engine.process.pid}")
+        return asyncio.run(Server(engine, options).run(listening))
+    finally:
+        engine.stop()

@@ -62,6 +62,7 @@ import bench  # noqa: E402
 import bench_kernels  # noqa: E402
 import bench_plot  # noqa: E402
 import bench_quant  # noqa: E402
+import bench_server  # noqa: E402
 import bench_serving  # noqa: E402
 import bench_spec  # noqa: E402
 import checkpoints  # noqa: E402
@@ -5517,7 +5518,7 @@ def doomed(tmp_path_factory):
     """Servers that their tests will end, by name; they load while other tests run."""
     script = tmp_path_factory.mktemp("faulty") / "faulty.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + FAULTY)
-    servers = {"drained": Served("--drain-timeout", 2), "killed": Served("--api-key", "sesame"),
+    servers = {"drained": Served("--drain-timeout", 2), "hurried": Served("--drain-timeout", 60), "killed": Served("--api-key", "sesame"),
                "faulty": Served("--num-kv-blocks", 20, "--max-model-len", 300, "--paranoid", script=(str(script),))}
     yield servers
     for server in servers.values():
@@ -5690,6 +5691,76 @@ def test_server_refuses_a_bad_body_with_one_sentence(served, path, body, status,
     assert served.call("/v1/completions", {"prompt": "", "max_tokens": 2})[0] == 200  # has a BOS
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_server_names_the_field_that_has_the_wrong_type(served, path):
+    chat = path.startswith("chat")
+    names = server.PASSED | server.OURS | (server.CHAT_ONLY if chat else {"prompt"})
+    for name in sorted(names):
+        for wrong in ({"a": [1]}, [[{}]]):
+            if name == "chat_template_kwargs" and isinstance(wrong, dict):
+                continue  # any object is right
+            body = {**(CHAT if chat else {"prompt": "x"}), "max_tokens": 2, name: wrong}
+            status, answer, _ = served.call("/v1/" + path, body)
+            assert status == 400 and answer["error"]["param"] == name, (name, answer)
+    for value, words in ((0, "at least 1"), (10**9, "max_model_len"), ("5", "an integer")):
+        _, answer, _ = served.call("/v1/chat/completions", {**CHAT, "max_completion_tokens": value})
+        assert words in answer["error"]["message"] and answer["error"]["param"] == "max_completion_tokens"
+    _, answer, _ = served.call("/v1/chat/completions", {**CHAT, "max_tokens": 9, "max_completion_tokens": 3,
+                                                        "ignore_eos": True})
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_server_logs_names_of_unknown_fields_and_nothing_that_was_said(served):
+    said = "a-secret-that-was-said"
+    chat = {"messages": [{"role": "user", "content": said}], "max_tokens": 1}
+    for body in (chat, {**chat, "unknown-field-\U0001f511": said}, {**chat, "stop": [said, 3]},
+                 {"messages": [{"role": said, "content": said}]}, {"messages": [{"role": "user", "content": [said]}]}):
+        served.call("/v1/chat/completions", body)
+    for path, body in (("/v1/completions", {"prompt": [5, said]}), ("/v1/completions", {"prompt": said, "max_tokens": said}),
+                       ("/tokenize", {"prompt": said, "another-field": said}), ("/detokenize", {"tokens": said})):
+        assert served.call(path, body)[0] == (200 if path == "/tokenize" else 400)
+    assert served.raw(b"POST /v1/completions HTTP/1.1\r\nHost : %s\r\n\r\n" % said.encode()).startswith(b"HTTP/1.1 400")
+    deadline = time.monotonic() + 5
+    while not any("another-field" in line for line in served.lines) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    log = "".join(served.lines)
+    assert json.dumps("unknown-field-\U0001f511") in log and "another-field" in log and said not in log
+
+
+def test_server_templates_see_their_variables_and_one_bos(served):
+    kwargs = {"eos_token": "!", "enable_thinking": False}
+    def text(**more):
+        _, answer, _ = served.call("/tokenize", {**CHAT, **more})
+        return served.call("/detokenize", {"tokens": answer["tokens"]})[1]["prompt"]
+    plain = text()
+    assert plain == "<bos><|user|>x<eos><|assistant|>" and text(add_generation_prompt=False) == "<bos><|user|>x<eos>"
+    assert text(chat_template_kwargs=kwargs) == "<bos><|user|>x!<|assistant|>"
+    for name in ("self", "messages", "add_generation_prompt"):
+        body = {**CHAT, "chat_template_kwargs": {name: 1}}
+        assert served.call("/v1/chat/completions", body)[1]["error"]["param"] == "chat_template_kwargs"
+    # A chat, its rendered text and a plain text: the token that begins a sequence is there once.
+    for path, body in (("chat/completions", CHAT), ("completions", {"prompt": plain}), ("completions", {"prompt": "x"})):
+        _, answer, _ = served.call("/v1/" + path, {**body, "max_tokens": 1, "return_token_ids": True})
+        ids = answer["choices"][0]["prompt_token_ids"]
+        assert ids[0] == 256 and ids.count(256) == 1
+    for path, body in (("/tokenize", {"prompt": None}), ("/tokenize", {}), ("/detokenize", {})):
+        assert "missing" in served.call(path, body)[1]["error"]["message"]
+
+
+def test_server_sends_valid_utf8_whatever_the_model_says(served):
+    """Tokens that are the bytes FF and FE, halves of characters, and a zero byte."""
+    body = dict(max_tokens=24, seed=4, temperature=1.0, ignore_eos=True, allowed_token_ids=[0xFF, 0xFE, 0xC3, 0xA9, 0],
+                logprobs=True)
+    for path, body in (("/v1/chat/completions", {**CHAT, **body}), ("/v1/completions", {"prompt": "x", **body, "logprobs": 2})):
+        _, whole, _ = served.call(path, body)
+        chat = path == "/v1/chat/completions"
+        text = whole["choices"][0]["message"]["content"] if chat else whole["choices"][0]["text"]
+        assert set(text) <= {"\ufffd", "\u00e9", "\0"} and "\ufffd" in text
+        rows = [row["choices"][0] for row in served.events(path, **body)]  # reads each event as UTF-8 and JSON
+        assert "".join(row["delta"].get("content", "") if chat else row["text"] for row in rows) == text
+        assert rows[-1]["finish_reason"] == "length"
+
+
 def test_server_routes_methods_and_origins(served):
     assert served.call("/nothing")[0] == 404 and served.call("/v1/models/other")[0] == 404
     status, _, headers = served.call("/v1/completions")
@@ -5701,9 +5772,14 @@ def test_server_routes_methods_and_origins(served):
     friend, stranger = "http://localhost:3000", "http://evil.example"
     status, _, headers = served.call("/v1/completions", method="OPTIONS", Origin=friend)
     assert status == 204 and headers["Access-Control-Allow-Origin"] == friend
+    _, _, headers = served.call("/v1/completions", method="OPTIONS", Origin=friend,
+                                Access_Control_Request_Headers="authorization, x-stainless-os")
+    assert headers["Access-Control-Allow-Headers"] == "authorization, x-stainless-os"
     assert served.call("/v1/completions", {"prompt": "x"}, Origin=stranger)[0] == 403
-    _, _, headers = served.call("/v1/completions", {"prompt": "x"}, Origin=f"http://127.0.0.1:{served.port}")
-    assert "Access-Control-Allow-Origin" not in headers
+    for scheme in ("http", "https"):  # something in front of this server may add the s
+        status, _, headers = served.call("/version", Origin=f"{scheme}://127.0.0.1:{served.port}")
+        assert status == 200 and "Access-Control-Allow-Origin" not in headers
+    assert served.call("/version", Origin="null")[0] == 403
     assert served.call("/version")[1] == {"version": ns.__version__}
     _, answer, _ = served.call("/tokenize", {"prompt": "Hi", "return_token_strs": True})
     assert answer == {"count": 3, "max_model_len": 1024, "tokens": [256 + 0, 72, 105], "token_strs": ["<bos>", "H", "i"]}
@@ -5855,12 +5931,17 @@ def test_server_page_in_a_real_browser(served, tmp_path):
         browser.wait("$('caption').textContent.includes('of 599')")
         picture = "$('map').toDataURL()"
         before = browser.run(picture)
-        browser.run("$('text').value = 'hello <b>there</b>'; $('form').requestSubmit()")
-        lengths = set()
-        deadline = time.monotonic() + 30
-        while browser.run("leaving !== null"):
-            lengths.add(browser.run("document.querySelector('.assistant')?.textContent.length ?? 0"))
-            assert time.monotonic() < deadline
+        browser.run("""const real = fetch, seen = []  // a long answer, and what can be seen of it
+            fetch = (path, options) => real(path, options?.body ? {...options, body: JSON.stringify(
+              {...JSON.parse(options.body), max_tokens: 900, ignore_eos: true})} : options)
+            setInterval(() => leaving && seen.push([document.querySelector('.assistant')?.textContent.length ?? 0,
+              $('caption').textContent.match(/: (\\d+) of/)[1] > 0 && $('map').toDataURL()]), 20)
+            $('text').value = 'hello <b>there</b>'; $('form').requestSubmit()""")
+        browser.wait("messages.length === 2 && leaving === null", 30)
+        seen = browser.run("seen")
+        lengths = [length for length, _ in seen]
+        assert lengths == sorted(lengths) and len(set(lengths)) > 3  # it grows
+        assert len({image for _, image in seen if image} - {before}) > 1  # and so do its blocks
         assert browser.run("messages.length") == 2 and browser.run("document.querySelector('.user b')") is None
         reply = browser.run("document.querySelector('.assistant').textContent")
         assert reply == browser.run("messages[1].content") and reply
@@ -5898,7 +5979,7 @@ def test_server_aborts_what_its_client_has_left(served):
         view = served.idle(seconds=2)
         assert view["stats"]["free_blocks"] == free
     after = view["stats"]
-    assert after["generation_tokens"] - before["generation_tokens"] < 12 * 900
+    assert after["generation_tokens"] - before.get("generation_tokens", 0) < 12 * 900
     assert after["finished_abort"] - before.get("finished_abort", 0) == 12
     rows = [json.loads(line) for line in served.lines if '"finish": ["abort", "abort"]' in line]
     assert len(rows) == 6 and all(row["prompt_tokens"] == 13 for row in rows)
@@ -5906,11 +5987,7 @@ def test_server_aborts_what_its_client_has_left(served):
 
 def test_server_does_not_wait_for_slow_readers(served):
     """A client that does not read holds up nobody, and is hung up on after --write-timeout."""
-    slow = socket.socket()
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.connect(("127.0.0.1", served.port))
-    data = json.dumps(long_job(1000, stream=True, n=4, logprobs=20, temperature=2.0)).encode()
-    slow.sendall(POST + b"Content-Length: %d\r\n\r\n%s" % (len(data), data))
+    slow = deaf_client(served, stream=True, n=4)
     started = time.monotonic()
     assert served.call("/v1/completions", {"prompt": "quick", "max_tokens": 5})[0] == 200
     assert time.monotonic() - started < 1.5
@@ -5923,23 +6000,35 @@ def test_server_does_not_wait_for_slow_readers(served):
 
 
 def test_server_answers_while_a_long_prefill_runs(served):
-    ids = [draw % 256 for draw in range(7, 7 + 1000)]
-    clients = [send(served, {"prompt": ids[i:] + ids[:i], "max_tokens": 20, "n": 8}) for i in range(8)]
-    times = []
-    for _ in range(60):
-        started = time.monotonic()
-        assert served.call("/health")[0] == 200
-        times.append(time.monotonic() - started)
-    assert statistics.median(times) < 0.05
+    """99 of 100 questions are answered in 50 ms, or as soon as those of a server that rests."""
+    def ninety_ninth(count=200):
+        times = []
+        with contextlib.closing(served.connect()) as client:
+            for _ in range(count):
+                started = time.monotonic()
+                client.request("GET", "/health")
+                assert client.getresponse().read() == b""
+                times.append(time.monotonic() - started)
+                time.sleep(0.002)
+        return sorted(times)[count * 99 // 100]
+
+    draw = random.Random(7)
+    rest, before = ninety_ninth(), served.call("/engine")[1]["stats"]
+    clients = [send(served, {"prompt": ["".join(draw.choices("abcdef", k=1000)) for _ in range(100)], "max_tokens": 1})
+               for _ in range(8)]
+    busy, after = ninety_ninth(), served.call("/engine")[1]["stats"]
+    assert busy <= max(0.05, 3 * rest), (busy, rest)
+    assert after["scheduled_tokens"] - before.get("scheduled_tokens", 0) > 10_000
     for client in clients:
         client.close()
     served.idle()
 
 
 def test_server_completes_many_streams_at_once_and_mixes_none_up(served):
-    """Each stream's text is what its prompt gives alone; some leave early, and nothing leaks."""
+    """A thousand at once, each with the text that its prompt gives alone; then half of a thousand
+    leave at random moments, and nothing leaks."""
     import asyncio
-    prompts = [f"prompt {i}" for i in range(300)]
+    prompts = [f"prompt {i}" for i in range(1000)]
     alone = [o.outputs[0].text for o in toy_llm().generate(prompts, greedy(12), use_tqdm=False)]
 
     async def one(i, leave):
@@ -5956,16 +6045,32 @@ def test_server_completes_many_streams_at_once_and_mixes_none_up(served):
         assert "data: [DONE]" in text, text
         return "".join(json.loads(row)["choices"][0]["text"] for row in rows)
 
-    async def all_of_them():
-        return await asyncio.gather(*(one(i, i % 3 == 0) for i in range(300)))
+    async def all_of_them(leave):
+        return await asyncio.gather(*(one(i, leave and i % 2 == 0) for i in range(1000)))
 
-    served.idle()
+    free = served.idle()["stats"]["free_blocks"]
     descriptors = len(os.listdir(f"/proc/{served.process.pid}/fd"))
-    texts = asyncio.run(all_of_them())
-    assert [t for t in texts if t is not None] == [t for i, t in enumerate(alone) if i % 3]
-    served.idle()
+    assert asyncio.run(all_of_them(leave=False)) == alone
+    texts = asyncio.run(all_of_them(leave=True))
+    assert [t for t in texts if t is not None] == alone[1::2]
+    assert served.idle()["stats"]["free_blocks"] == free
     time.sleep(0.1)
     assert len(os.listdir(f"/proc/{served.process.pid}/fd")) <= descriptors
+
+
+def deaf_client(served, **more):
+    """A client that does not read its answer of about a megabyte, unless somebody does it for it."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", served.port))
+    client.settimeout(20)
+    data = json.dumps(long_job(1000, logprobs=20, temperature=2.0, **more)).encode()
+    client.sendall(POST + b"Content-Length: %d\r\n\r\n%s" % (len(data), data))
+    return client
+
+
+def to_the_end(client):
+    return b"".join(iter(lambda: client.recv(65536), b""))
 
 
 def test_server_drains_on_sigterm(doomed):
@@ -5973,19 +6078,38 @@ def test_server_drains_on_sigterm(doomed):
         client = served.connect()
         client.request("GET", "/health")  # a connection that stays open, idle
         client.getresponse().read()
+        deaf = deaf_client(served, stream=True)
         short = [send(served, long_job(40, stream=stream)) for stream in (True, False)]
         endless = [send(served, long_job(1900, n=8, stream=stream)) for stream in (True, False)]
         while served.call("/engine")[1]["stats"].get("running", 0) < 18:
             time.sleep(0.01)
+        started = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
-        ends = [b"".join(iter(lambda c=c: c.recv(65536), b"")) for c in short + endless]
+        ends = [to_the_end(c) for c in short + endless]
         assert b"[DONE]" in ends[0] and b'"error"' not in ends[0]
         assert b"200 OK" in ends[1] and b'"length"' in ends[1]
         assert b"shutting down" in ends[2] and b"[DONE]" in ends[2]
         assert b"500 " in ends[3] and b"shutting down" in ends[3]
         with pytest.raises(OSError):
             served.connect().connect()
-        assert served.process.wait(8) == 0
+        assert served.process.wait(8) == 0 and 2 <= time.monotonic() - started < 8
+        deaf.close()
+
+
+def test_server_hurries_on_a_second_sigterm(doomed):
+    with doomed["hurried"] as served:
+        client, deaf = send(served, long_job(1900, n=64, stream=True)), deaf_client(served, stream=True)
+        while served.call("/engine")[1]["stats"].get("running", 0) < 65:
+            time.sleep(0.01)
+        served.process.send_signal(signal.SIGTERM)
+        while not any("draining" in line for line in served.lines):
+            time.sleep(0.01)
+        assert b"data: " in client.recv(65536) and served.process.poll() is None
+        started = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        assert b"shutting down" in to_the_end(client)
+        assert served.process.wait(8) == 0 and time.monotonic() - started < 5
+        deaf.close()
 
 
 def test_server_tells_everybody_when_the_core_dies(doomed):
@@ -6013,7 +6137,8 @@ def test_server_tells_everybody_when_the_core_dies(doomed):
 
 
 def test_server_keeps_an_error_in_a_step_to_its_requests(doomed):
-    """KV memory that runs out, a step that raises, and a core that dies of its own error."""
+    """KV memory that runs out, a client that leaves while it is queued, a step that raises, and a
+    core that dies of its own error."""
     with doomed["faulty"] as served:
         clients = [send(served, {"prompt": f"{i} preempted", "max_tokens": 200, "temperature": 0, "ignore_eos": True})
                    for i in range(4)]  # three do not fit at once
@@ -6024,6 +6149,21 @@ def test_server_keeps_an_error_in_a_step_to_its_requests(doomed):
             answers.append(json.loads(response.read())["choices"][0])
         assert [a["finish_reason"] for a in answers] == ["length"] * 4
         assert served.idle()["stats"]["preemptions"] > 0
+        def wait_for(condition):
+            while not condition(view := served.call("/engine")[1]):
+                time.sleep(0.005)
+            return view
+        crowd = send(served, long_job(250, n=8))
+        wait_for(lambda view: view["stats"]["waiting"])  # some of it has been preempted already
+        queued = send(served, long_job(250, n=3, prompt="never begun"))
+        wait_for(lambda view: len(view["requests"]) == 11)
+        queued.close()
+        view = wait_for(lambda view: len(view["requests"]) < 11)
+        assert len(view["requests"]) == 8 and view["stats"]["finished_abort"] == 3
+        crowd.close()
+        served.idle()
+        row = next(json.loads(line) for line in served.lines if '"finish": ["abort", "abort", "abort"]}' in line)
+        assert row["prompt_tokens"] == 12 and row["output_tokens"] == 0 and row["ttft"] is None
         body = {"prompt": [5, 31], "max_tokens": 5}
         status, answer, _ = served.call("/v1/completions", body)
         assert status == 500 and "out of memory, say" in answer["error"]["message"]
@@ -6037,13 +6177,53 @@ def test_server_keeps_an_error_in_a_step_to_its_requests(doomed):
         assert served.process.wait(8) == 1
 
 
-def test_server_says_in_one_sentence_why_it_cannot_start(served, capsys):
+def test_server_says_in_one_sentence_why_it_cannot_start(served, capsys, monkeypatch):
     for flags, words in ((["--port", served.port], "cannot listen"), (["--model", "nowhere"], "nowhere"),
                          (["--num-kv-blocks", "1"], "num_kv_blocks"), (["--port", "99999"], "port")):
         code, _, err = run_main(capsys, "serve", "--model", "toy", *flags)
         assert code == 2 and words in err and err.count("\n") == 1
-    done = command("serve", "--model", "toy", "--port", "0", "--max-model-len", "99999")  # the core finds out
-    assert done.returncode == 2 and "2048 positions" in done.stderr and "Traceback" not in done.stderr
+    # What the core finds out, and what happens to the front end, which never leaves its core behind.
+    code, _, err = run_main(capsys, "serve", "--model", "toy", "--port", "0", "--max-model-len", "99999")
+    assert code == 2 and "2048 positions" in err and err.count("\n") == 1
+
+    async def fail(self, listening):
+        cores.append(self.engine.process.pid)
+        raise RuntimeError("something in the front end")
+
+    cores = []
+    monkeypatch.setattr(server.Server, "run", fail)
+    monkeypatch.setattr(server.logging, "basicConfig", lambda **options: None)
+    code, _, err = run_main(capsys, "serve", "--model", "toy", "--port", "0")
+    assert code == 2 and "something in the front end" in err and not alive(*cores)
+
+
+def test_bench_streams_compares_the_server_with_the_engine(served, capsys):
+    address = f"http://127.0.0.1:{served.port}"
+    def run(url, outputs=8):
+        return bench.main(["streams", "--model", "toy", "--url", url, "--streams", "4", "--repeat", "2", "--outputs", str(outputs)])
+    assert run(address) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["same"] == 12 and len(result["ratio"]) == 2  # the first of three rounds warms up
+    assert [there / here for here, there in zip(*result["tok_s"].values())] == result["ratio"]
+    for url, outputs, words in (("http://127.0.0.1:1", 8, "127.0.0.1:1"), (address, 1000, "400 Bad Request")):
+        assert run(url, outputs) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_server_ends_when_the_last_reader_has_all_of_its_answer(served):
+    """The last test of this server. One who reads all the time is not slow, however long it takes."""
+    count = len(served.lines)
+    client = deaf_client(served)
+    while not any("output_tokens" in line for line in served.lines[count:]):  # it waits to be read
+        time.sleep(0.01)
+    served.process.send_signal(signal.SIGTERM)
+    received = b""
+    while piece := client.recv(2048):
+        received += piece
+        time.sleep(0.005)
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert len(body) == int(re.search(rb"Content-Length: (\d+)", head)[1]) > 400_000
+    assert served.process.wait(5) == 0
 
 
 # ==================================================================================================
@@ -7619,7 +7799,7 @@ def run_bench(*argv, interpret=False):
                           capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", [bench, bench_kernels, bench_plot, bench_quant, bench_serving, bench_spec, lessons,
+@pytest.mark.parametrize("module", [bench, bench_kernels, bench_plot, bench_quant, bench_server, bench_serving, bench_spec, lessons,
                                     lessons_kernels, checkpoints, quantized], ids=lambda m: m.__name__)
 def test_contents_name_every_section_and_the_file_stays_small(module):
     source = Path(module.__file__).read_text(encoding="utf-8")

@@ -1,0 +1,109 @@
+"""bench_server.py: what HTTP and a second process cost: the same requests by a server and here.
+
+    python nanoserve.py serve --num-kv-blocks 1024 --max-model-len 1024    in one terminal
+    python bench.py streams --url http://localhost:8000                    in another
+
+Both have the same model and machine, and take turns, so that the ratio holds where the machine is
+shared with others.  The clients read and count nothing while the clock runs.
+
+CONTENTS
+     1  Two ways
+     2  streams
+"""
+
+import asyncio
+import json
+import random
+import time
+import urllib.parse
+
+import nanoserve
+from bench import describe_run, positive, publish, spread
+
+
+# ==================================================================================================
+# 1  Two ways
+# ==================================================================================================
+# Greedy, so that both ways must give the same texts; new prompts in each round, so that no cache
+# helps the second.
+
+HEAD = ("POST /v1/completions HTTP/1.1\r\nHost: {}\r\nContent-Type: application/json\r\n"
+        "Connection: close\r\nContent-Length: {}\r\n\r\n")
+
+def run_here(llm, prompts, outputs):
+    """(seconds, texts) of these ids, each continued by as many tokens as asked for."""
+    params = nanoserve.SamplingParams(max_tokens=outputs, temperature=0, ignore_eos=True)
+    started = time.perf_counter()
+    done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return time.perf_counter() - started, [output.outputs[0].text for output in done]
+
+def run_there(url, prompts, outputs):
+    """The same by the server: a connection and a stream for each prompt, all at once."""
+    place = urllib.parse.urlsplit(url)
+
+    async def stream(ids):
+        reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
+        body = json.dumps(dict(prompt=ids, max_tokens=outputs, temperature=0, ignore_eos=True,
+                               stream=True)).encode()
+        writer.write(HEAD.format(place.netloc, len(body)).encode() + body)
+        received = await reader.read()
+        writer.close()
+        return received
+
+    async def all_at_once():
+        return await asyncio.gather(*map(stream, prompts))
+
+    started = time.perf_counter()
+    try:
+        answers = asyncio.run(all_at_once())
+    except OSError as error:
+        raise ValueError(f"{url}: {error}") from None
+    return time.perf_counter() - started, [text_of(url, answer) for answer in answers]
+
+def text_of(url, answer):
+    """The text of a stream, which must have come to its end."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200") or b"data: [DONE]" not in body:
+        status = head.partition(b"\r\n")[0].decode()
+        raise ValueError(f"{url}: {status} {body[:300].decode()}")
+    events = [line[6:] for line in body.splitlines() if line.startswith(b"data: {")]
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+# ==================================================================================================
+# 2  streams
+# ==================================================================================================
+
+def run_streams(args):
+    count, outputs, url = args["streams"], args["outputs"], args["url"].rstrip("/")
+    head = describe_run(url=url, model=args["model"] or "SmolLM2-135M-Instruct", streams=count,
+                        outputs=outputs, repeat=args["repeat"])
+    llm = nanoserve.LLM(model=args["model"], num_kv_blocks=1024, max_model_len=1024)
+    rng = random.Random(0)
+    ways = {"here": lambda prompts: run_here(llm, prompts, outputs),
+            "server": lambda prompts: run_there(url, prompts, outputs)}
+    speeds, same = {way: [] for way in ways}, 0
+    for turn in range(args["repeat"] + 1):  # the first warms up
+        prompts = [[rng.randrange(llm.front.vocab_size) for _ in range(32)] for _ in range(count)]
+        texts = {}
+        for way in sorted(ways, reverse=turn % 2):
+            seconds, texts[way] = ways[way](prompts)
+            speeds[way].append(count * outputs / seconds)
+        same += sum(a == b for a, b in zip(*texts.values()))
+    for way in ways:
+        del speeds[way][0]
+    total = count * (args["repeat"] + 1)
+    ratios = [there / here for here, there in zip(speeds["here"], speeds["server"])]
+    print(f"\n{count} streams of {outputs} tokens, greedy, prompts of 32\n"
+          f"tok/s here    {spread(speeds['here'])}\ntok/s server  {spread(speeds['server'])}\n"
+          f"ratio         {spread(ratios)}\nsame texts    {same} of {total}\n")
+    publish(dict(head, tok_s=speeds, ratio=ratios, same=same), args["json"])
+
+def add_streams_options(parser):
+    add = parser.add_argument
+    add("--url", required=True, help="a server that runs the same model on this machine")
+    add("--model", help="as nanoserve.py --model (default: SmolLM2-135M-Instruct)")
+    add("--streams", type=positive, default=64, help="at once (default: 64)")
+    add("--outputs", type=positive, default=32, help="tokens of each (default: 32)")
+    add("--repeat", type=positive, default=7, help="rounds (default: 7)")
+    add("--json", metavar="FILE", help="append the JSON object to this file")
