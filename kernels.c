@@ -878,7 +878,7 @@ INLINE void run_item(int bf, const Attn *a, const Item *w, char *space, float *s
   for (long c = w->c0, turn = 0; c < w->c1; c++) for (long h = 0; h < w->heads; h++, turn ^= 1) {
     Chunk ch = {keys, values, buffer + turn, buffer + !turn};
     long wrap = h + 1 == w->heads;  // next comes the next head, or head 0 of the next positions
-    ch.ahead->n = 0;
+    ch.ahead->n = ch.ahead->fetched = 0;
     if (c + wrap < w->c1)
       find_rows(a, w, wrap ? w->h : w->h + h + 1, c + wrap, lo, hi, zeros, ch.ahead);
     if (!direct(bf, a, w)) pack_any(a->c.kv, bf, ch.now, a->D, keys, values);

@@ -767,14 +767,17 @@ class Model:
             return weight.to(self.device)
         return weight.to(self.device, self.weight_dtype)
 
-    def matrix_bytes(self):
-        """({"weights": bytes, "scales": bytes}, {form: bytes}) of all matrices."""
+    def matrices(self):
+        """The weights of all layers and of the tables, which are one weight where they are tied."""
         linears = [linear for _, attention, _, mlp in self.layers for linear in (
             attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)]
-        weights = [weight for linear in linears for weight in linear.weights]
-        weights += {id(w): w for w in (self.embed_tokens, self.lm_head)}.values()  # or one for both
+        tables = {id(w): w for w in (self.embed_tokens, self.lm_head)}
+        return [weight for linear in linears for weight in linear.weights] + [*tables.values()]
+
+    def matrix_bytes(self):
+        """({"weights": bytes, "scales": bytes}, {form: bytes}) of all matrices."""
         parts, forms = Counter(), Counter()
-        for weight in weights:
+        for weight in self.matrices():
             sizes = kernels.weight_bytes(weight)
             parts.update(sizes)
             forms[kernels.weight_kind(weight)] += sizes["weights"]

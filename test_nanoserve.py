@@ -60,6 +60,7 @@ sys.path.insert(0, str(HERE))  # also when another script loads this file
 
 import bench  # noqa: E402
 import bench_kernels  # noqa: E402
+import bench_limits  # noqa: E402
 import bench_plot  # noqa: E402
 import bench_quant  # noqa: E402
 import bench_serving  # noqa: E402
@@ -248,7 +249,7 @@ def test_nanoserve_stays_readable_in_one_sitting():
     assert len((ROOT / "page.html").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench, bench_plot, bench_quant, bench_spec,
+@pytest.mark.parametrize("module", [ns, checkpoints, quantized, kernels, bench, bench_limits, bench_plot, bench_quant, bench_serving, bench_spec,
                                     lessons, lessons_kernels, server], ids=lambda m: m.__name__)
 def test_the_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
@@ -7005,6 +7006,27 @@ def test_linear_and_its_batch_invariance(N, Kd, bias):
         kernels.pack_linear(torch.zeros(4, 3))
 
 
+@needs_c
+def test_c_fetches_ahead_only_what_it_found(tmp_path):
+    """Behind the last chunk there is no next one, and what the stack happened to hold in its place was once
+    taken for addresses. Here it holds the worst."""
+    code = """if True:
+        import torch, kernels
+        plain, worst = "Rows buffer[2];", "Rows buffer[2]; buffer[1].fetched = -1L << 40; buffer[1].bytes = 64;"
+        assert plain in kernels.C_SOURCE
+        kernels.C_SOURCE = kernels.C_SOURCE.replace(plain, worst)
+        lens, start = [43, 7, 130, 1], torch.tensor([0, 43, 44, 46, 47], dtype=torch.int32)
+        table = torch.arange(1, 1 + 4 * 9, dtype=torch.int32).view(4, 9)
+        meta = kernels.AttentionMetadata(start, torch.tensor(lens, dtype=torch.int32), table,
+                                         torch.zeros(47, dtype=torch.int64), 43, 130)
+        kv, q = kernels.LayerKV(torch.randn(2, 40, 16, 3, 64).bfloat16()), torch.randn(47, 9, 64).bfloat16()
+        ours = kernels.attention_c(q, kv, meta, 0.125)
+        print((ours.float() - kernels.attention_ref(q, kv, meta, 0.125).float()).abs().max().item())"""
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(HERE)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and float(done.stdout) < 0.05, (done.returncode, done.stderr[-500:])
+
+
 def build_library(tmp_path, **env):
     """c_library() in a fresh process with this environment: (built, reason)."""
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **env}
@@ -7343,7 +7365,7 @@ def child(*arguments, interpret=False, timeout=1500):
 def static_reports():
     if triton is None:
         pytest.skip("needs Triton and bench.py")
-    return json.loads(child(BENCH, "kernels", "--static", "--json"))
+    return json.loads(child(BENCH, "kernels", "--static").splitlines()[-1])["reports"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -7431,12 +7453,11 @@ def test_the_gpu_worker_runs_on_this_machine():
 
 
 @needs_triton
-def test_bench_kernels_runs_dry_and_without_a_gpu():
+def test_bench_kernels_runs_dry():
     table = child(BENCH, "kernels", "--dry", interpret=True)
     for word in ("ceilings", "decode S 2", "paged prefill", "flash backward", "int4", "torch sdpa", "silu_mul"):
         assert word in table
-    if not torch.cuda.is_available():
-        assert "No GPU here" in child(BENCH, "kernels")
+    assert json.loads(table.splitlines()[-1])["source"] == "measured"
 
 
 # ==================================================================================================
@@ -7456,7 +7477,7 @@ def run_bench(*argv, interpret=False):
                           capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("module", [bench, bench_kernels, bench_plot, bench_quant, bench_serving, bench_spec, lessons,
+@pytest.mark.parametrize("module", [bench, bench_kernels, bench_limits, bench_plot, bench_quant, bench_serving, bench_spec, lessons,
                                     lessons_kernels, checkpoints, quantized], ids=lambda m: m.__name__)
 def test_contents_name_every_section_and_the_file_stays_small(module):
     source = Path(module.__file__).read_text(encoding="utf-8")
@@ -8078,7 +8099,7 @@ def test_bench_quant_compares_distributions_and_speeds(capsys):
     lines = capsys.readouterr().out.strip().splitlines()
     rows = {row["format"]: row for row in json.loads(lines[-1])["formats"]}
     assert [*rows] == ["bf16", "int8", "int4"] and rows["bf16"]["kl"] == 0 and rows["bf16"]["top1"] == 1
-    assert 0 < rows["int8"]["kl"] < rows["int4"]["kl"] < 3 and all(row["one"] > 0 and row["many"] > 0 for row in rows.values())
+    assert 0 < rows["int8"]["kl"] < rows["int4"]["kl"] < 3 and all(min(row["one"] + row["many"]) > 0 for row in rows.values())
     assert rows["int4"]["weight_mib"] < rows["int8"]["weight_mib"] < rows["bf16"]["weight_mib"]
 
 
