@@ -232,7 +232,7 @@ def show_ceilings(read, matmul):
 # the operator before (activations, logits) is warm, so its share may pass 1.
 
 E, F, H, KH, D, V = 576, 1536, 9, 3, 64, 49152  # SmolLM2-135M
-CONTEXT, BS = 256, 16
+CONTEXT, BS, SPANS = 256, 16, {True: 64 << 20, False: 256 << 20}  # quick or not: bytes
 FORMS = {"bf16": torch.Tensor.bfloat16, "int8": kernels.quantize_int8,
          "int4": kernels.quantize_int4, "fp8": kernels.quantize_fp8,
          "w8a8": lambda w: replace(kernels.quantize_int8(w), int8_inputs=True)}
@@ -308,7 +308,7 @@ def measure_operator(op, repeats):
 def run_operators(args):
     """Print the ceilings, then each operator as a share of the one that binds it."""
     quick, dtype = args["quick"], getattr(torch, DTYPES[args["dtype"]])
-    span, repeats = (64 << 20, 3) if quick else (256 << 20, args["repeat"] or 15)
+    span, repeats = SPANS[quick], args["repeat"] or (3 if quick else 15)
     library, reason = kernels.c_library()
     head = describe_run(dtype=args["dtype"], repeat=repeats, members=reason or "kernels.c",
                         kv_blocks=span // (2 * BS * KH * D * dtype.itemsize))

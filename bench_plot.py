@@ -143,12 +143,14 @@ def draw_matplotlib(path, title, x_label, y_label, lines, log_x=False):
 # ==================================================================================================
 # One figure of many cases: names need room, so the bars lie. A thin line is the spread of repeats.
 
-BAR, LETTER = 22, 6.6  # pixels: of a bar and the gap below it, of a letter of a name
+BAR, LETTER = 22, 7  # pixels: of a bar and the gap below it, of a letter of a name
 
 def draw_bars(path, title, x_label, bars):
     """Draw {name: values of the repeats} as bars up to their medians; nothing without a path."""
     if not path:
         return
+    if any(len(values) > 1 for values in bars.values()):
+        x_label += " (median; the line is from the smallest to the largest)"
     (bars_svg if Path(path).suffix == ".svg" else bars_matplotlib)(path, title, x_label, bars)
     print(f"plot           {path}")
 

@@ -1,12 +1,13 @@
 """bench_quant.py: what each weight and KV format costs in quality, and what it gives in speed.
 
-    python bench.py quant                      every format, 2,000 tokens of real text
+    python bench.py quant                      every format, 1,000 tokens of real text
     python bench.py quant --quick              the same in small
     python bench.py quant --format bf16 int8   some of them
 
 Quality: mean Kullback-Leibler divergence of the next-token distributions from those of the bf16
 model, in nats per token, and how often the likeliest token is the same.  Speed: decode tokens per
-second of one stream and of 64, the formats in turns, medians, as ratios to bf16.
+second of one stream and of 64, the formats in turns, medians, as ratios to bf16.  Contexts are
+short there, so that weights decide; what a KV format gives attention is in `bench.py kernels`.
 
 CONTENTS
      1  Quality
@@ -109,11 +110,11 @@ NUM_BLOCKS = 640
 
 def run_quant(args):
     quick = args["quick"]
-    num_tokens, many = (128, 8) if quick else (2000, 64)
-    counts = {1: 10, many: 4} if quick else {1: 64, many: 16}  # streams: tokens of each
+    num_tokens, many = (128, 8) if quick else (1000, 64)
+    counts = {1: 10, many: 4} if quick else {1: 64, many: 8}  # streams: tokens of each
     formats = args["format"] or [name for name in FORMATS if not quick or name not in VARIANTS]
     names = list(dict.fromkeys(["bf16", *formats]))
-    repeat = args["repeat"] or (1 if quick else 5)
+    repeat = args["repeat"] or (1 if quick else 3)
     head = describe_run(model=args["model"] or "SmolLM2-135M-Instruct", tokens=num_tokens,
                         many=many, repeat=repeat, kv_blocks=NUM_BLOCKS)
     llms, quality, base = {}, {}, None
@@ -157,5 +158,5 @@ def print_table(rows, many):
 
 def add_quant_options(parser):
     add_measure_options(parser, "128 tokens, one short run",
-                        "rounds of the speed runs (default: 5, quick: 1)")
+                        "rounds of the speed runs (default: 3, quick: 1)")
     parser.add_argument("--format", nargs="+", choices=FORMATS, help="only these (and bf16)")

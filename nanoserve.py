@@ -46,7 +46,11 @@ GLOSSARY
     token budget   positions computed in one step over all requests; not a limit on outputs
     preemption     taking all blocks from a running request; it recomputes later
     TTFT, ITL      seconds from arrival to the first token; between two tokens of one request
+    TPOT           the mean ITL of one request
+    rank           one of the processes that share a model's heads or layers; here there is one
     backend        an implementation of attention over the paged cache
+    candidate      a backend in the table: not yet possible here, selected or executed
+    exact          attention that equals the dense formula up to rounding, however it is tiled
 
 THE LIFE OF A REQUEST
     token_ids = tokenizer.encode(prompt)                          # 3   text becomes ids, once
