@@ -638,13 +638,14 @@ def positive(text):
         raise ValueError
     return int(text)
 
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 NOT_OPTIONS = ("model", "dtype", "seed")  # of EngineConfig: throughput has its own
 
 def add_measure_options(parser, quick, repeat, model=True):
     """What measurements have in common; quick: what it leaves out, repeat: what, and how often."""
     add = parser.add_argument
     if model:
-        add("--model", help="as nanoserve.py --model (default: SmolLM2-135M-Instruct)")
+        add("--model", help=f"as nanoserve.py --model (default: {DEFAULT_MODEL})")
     add("--quick", action="store_true", help=f"{quick}, as a check")
     add("--repeat", type=positive, help=repeat)
     add("--json", metavar="FILE", help="append the JSON object to this file")

@@ -24,7 +24,7 @@ import torch
 
 import bench_plot
 import nanoserve
-from bench import add_measure_options, describe_run, make_workload, publish, spread
+from bench import DEFAULT_MODEL, add_measure_options, describe_run, make_workload, publish, spread
 from bench_spec import run_work
 
 FORMATS = {  # name: fields of EngineConfig; the first is what the others are compared with
@@ -115,7 +115,7 @@ def run_quant(args):
     formats = args["format"] or [name for name in FORMATS if not quick or name not in VARIANTS]
     names = list(dict.fromkeys(["bf16", *formats]))
     repeat = args["repeat"] or (1 if quick else 3)
-    head = describe_run(model=args["model"] or "SmolLM2-135M-Instruct", tokens=num_tokens,
+    head = describe_run(model=args["model"] or DEFAULT_MODEL, tokens=num_tokens,
                         many=many, repeat=repeat, kv_blocks=NUM_BLOCKS)
     llms, quality, base = {}, {}, None
     for name in names:

@@ -41,7 +41,8 @@ from dataclasses import dataclass, field
 import bench_plot
 import nanoserve
 from bench import (
-    add_measure_options, describe_run, make_workload, percentile, positive, publish, spread)
+    DEFAULT_MODEL, add_measure_options, describe_run, make_workload, percentile, positive, publish,
+    spread)
 
 
 # ==================================================================================================
@@ -242,7 +243,7 @@ def begin(args, **facts):
                                "num_kv_blocks": 1024, **options})
         warm_up(llm)
         return llm
-    model = dict(model=args["model"] or "SmolLM2-135M-Instruct", kv_blocks=1024)
+    model = dict(model=args["model"] or DEFAULT_MODEL, kv_blocks=1024)
     head = describe_run(**(dict(url=args["url"]) if args.get("url") else model), repeat=repeat,
                         **facts)
     return head, load, repeat
@@ -312,7 +313,7 @@ def run_latency(args):
         cell = lambda key: " / ".join(f"{row[key][k]:.0f}" for k in ("mean", "p50", "p99"))
         print(f"{rate:6g} {cell('ttft'):>22s} {cell('itl'):>20s} {cell('tpot'):>20s} "
               f"{cell('e2e'):>24s} {row['good']:5.0%} {row['goodput']:8.2f} {row['tok_s']:6.1f} "
-              f"{row['cached']:6d}  {spread([r['ttft']['p50'] for r in runs])}")
+              f"{row['cached']:6.0f}  {spread([r['ttft']['p50'] for r in runs])}")
     print(f"medians of {repeat} round(s)\n")
     bench_plot.draw(args["plot"], f"Waiting, {args['work']}", "arrivals, requests per second",
                     "time to first token, ms", {

@@ -26,7 +26,7 @@ import torch
 
 import bench_plot
 import nanoserve
-from bench import add_measure_options, describe_run, make_workload, publish, spread
+from bench import DEFAULT_MODEL, add_measure_options, describe_run, make_workload, publish, spread
 
 
 # ==================================================================================================
@@ -155,7 +155,7 @@ def run_spec(args):
     if model:
         kinds["draft"] = dict(speculative_model=model)
     fixed = dict(model=args["model"], num_kv_blocks=640, max_model_len=1024, max_num_seqs=16)
-    head = describe_run(model=args["model"] or "SmolLM2-135M-Instruct", tokens=count,
+    head = describe_run(model=args["model"] or DEFAULT_MODEL, tokens=count,
                         repeat=repeat, kv_blocks=fixed["num_kv_blocks"])
     plain, rows = nanoserve.LLM(**fixed), []
     print("\ndrafter  text     K temp streams accepted tokens/call rows/call   tok/s  "

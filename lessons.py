@@ -37,6 +37,7 @@ import torch
 import checkpoints
 import kernels
 import nanoserve as ns
+from bench import positive
 from checkpoints import require
 
 
@@ -241,12 +242,6 @@ def add_capacity_options(parser):
     add("--block-size", type=positive, default=16)
     add("--lengths", type=positive, nargs="+", default=[8192], help="tokens of each request")
     add("--memory", default="16GiB", help="KV cache of one rank (default: 16GiB)")
-
-def positive(text):
-    """An argparse type: an integer of at least 1."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
 
 def run_slots(args):
     """Print where a position lies, step by step."""

@@ -7949,8 +7949,9 @@ def test_serving_work_shares_what_users_share(one_seat):
 
 @pytest.mark.parametrize("name", ["latency", "prefix", "chunk", "switches"])
 def test_serving_experiments_print_one_json_object(name, tmp_path, capsys):
-    plot = [] if name == "switches" else ["--plot", str(tmp_path / "a.svg")]
-    assert bench.main([name, "--quick", "--model", "toy", "--json", str(tmp_path / "r.jsonl"), *plot]) == 0
+    repeat = 2 if name in ("latency", "switches") else 1
+    assert bench.main([name, "--quick", "--model", "toy", "--json", str(tmp_path / "r.jsonl"), "--repeat", str(repeat),
+                       "--plot", str(tmp_path / "a.svg")]) == 0
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
     assert result == json.loads((tmp_path / "r.jsonl").read_text()) and result["source"] == "measured"
@@ -7966,8 +7967,9 @@ def test_serving_experiments_print_one_json_object(name, tmp_path, capsys):
         assert [row["switch"] for row in rows] == [*bench_serving.SWITCHES] and rows[0]["same"] == 6
         assert all(row["same"] == 6 for row in rows if "int8" not in row["switch"])  # fp32: the very tokens
     else:
+        assert all(len(row["rounds"]) == repeat for row in rows)
         assert [row["rate"] for row in rows] == [2, 16] and all(row["ttft"]["p50"] <= row["ttft"]["p99"] for row in rows)
-    assert not plot or (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert (tmp_path / "a.svg").read_text().startswith("<svg") and result["repeat"] == repeat
 
 
 @contextlib.contextmanager
@@ -8224,6 +8226,23 @@ def test_bench_quant_compares_distributions_and_speeds(capsys):
     assert [*rows] == ["bf16", "int8", "int4"] and rows["bf16"]["kl"] == 0 and rows["bf16"]["top1"] == 1
     assert 0 < rows["int8"]["kl"] < rows["int4"]["kl"] < 3 and all(min(row["one"] + row["many"]) > 0 for row in rows.values())
     assert rows["int4"]["weight_mib"] < rows["int8"]["weight_mib"] < rows["bf16"]["weight_mib"]
+
+
+@pytest.mark.parametrize("line", ["quant --format int8", "spec", "throughput --dtype fp32"])
+def test_measurements_say_what_they_are_and_draw(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_limits, "read_rate", lambda size, device="cpu": (1e10, "a clock"))
+    file = tmp_path / "a.svg"
+    argv = [*line.split(), "--quick", "--model", "toy", "--repeat", "2", "--plot", str(file)]
+    assert bench.main(argv) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert {"command", "commit", "machine", "versions", "kv_blocks", "source"} <= set(result)
+    for word in ("command", "commit", "machine", "versions", "KV cache" if "through" in line else "kv_blocks", "measured"):
+        assert word in out, word
+    assert file.read_text().startswith("<svg") and "smallest to the largest" in file.read_text()
+    if "throughput" in line:
+        assert result["formats"]["nanoserve"].endswith("fp32 inputs") and "of limit" in out
+        assert [row["streams"] for row in result["steps"]] == [64, 1]
 
 
 def test_bench_spec_shows_acceptance_and_speed(capsys):
