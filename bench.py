@@ -5,7 +5,7 @@
     python bench.py throughput --peer transformers=venv/bin/python       and another engine: vllm,
                            openvino, llamacpp, transformers-continuous, each with its interpreter
     python bench.py throughput --help                  all options, the engine's included
-    python bench.py kernels                            every kernel against the ceilings of this GPU
+    python bench.py kernels                            operators against what this machine can do
     python bench.py kernels --static                   compiled for four GPUs: spills, roofline
     python bench.py quant                              weight and KV formats: quality beside speed
     python bench.py spec                               what drafting gains, and where it does not
@@ -50,6 +50,7 @@ from pathlib import Path
 if __name__ != "__main__" or sys.argv[1:2] != ["entrant"]:
     # A peer's interpreter runs this file too, as "entrant" (section 3), and has other packages.
     import torch
+    import bench_plot
     import nanoserve
 
 
@@ -100,9 +101,11 @@ def describe_commit():
     return done.stdout.strip() or "no git"
 
 def describe_run(**facts):
-    """Command, commit, machine and these facts: printed first, and part of the JSON object."""
+    """Command, commit, machine, versions and these facts: printed first, and part of the JSON
+    object. What a command prints behind them is measured, unless it says computed or quoted."""
     command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
-    head = dict(command=command, commit=describe_commit(), machine=describe_machine(), **facts)
+    head = dict(command=command, commit=describe_commit(), machine=describe_machine(),
+                versions=versions_of("torch", "triton"), **{"source": "measured", **facts})
     for key, value in head.items():
         print(f"{key:14s} {show_dict(value) if isinstance(value, dict) else value}")
     return head
@@ -128,7 +131,7 @@ def versions_of(*packages):
 #     __init__(job)                        load the model
 #     batch(prompts, output_lens)          -> token ids of each, everything at once
 #     stream(prompt, count, on_token)      call on_token(token_id) when a token is there
-#     facts()                              -> dict, whatever explains the figures
+#     facts()                              -> dict: versions, format, what explains the figures
 #
 # Invariant: greedy, the end-of-sequence token does not end anything, ids in and ids out.
 # Simplification: a peer runs with its own defaults, except where the work would differ.
@@ -140,6 +143,7 @@ class Nanoserve:
     """This repository, in-process."""
     def __init__(self, job):
         import nanoserve
+        self.job = job
         self.params = functools.partial(nanoserve.SamplingParams, temperature=0, ignore_eos=True,
                                         detokenize=False)
         self.llm = nanoserve.LLM(job["model"], dtype=DTYPES[job["dtype"]], **job["options"])
@@ -173,10 +177,16 @@ class Nanoserve:
         self.phases[name] = {phase: seconds for phase, seconds in spent.items() if seconds > 0}
 
     def facts(self):
-        core = self.llm.core
+        import bench_limits
+        core, stats = self.llm.core, self.llm.core.stats()  # of the work, without what follows
+        steps = bench_limits.measure_steps(self.llm, self.job["context"],
+                                           self.job["stream_len"] // 4)
+        forms = " + ".join(core.runner.model.matrix_bytes()[1])
         return dict(versions=versions_of("torch", "triton", "safetensors", "tokenizers"),
-                    kv_blocks=len(core.scheduler.kv.pool.blocks), block_size=core.config.block_size,
-                    report=core.report, stats=core.stats(), phases=self.phases)
+                    format=f"{forms}, {self.job['dtype']} inputs",
+                    kv_blocks=len(core.scheduler.kv.pool.blocks),
+                    block_size=core.config.block_size, report=core.report, stats=stats,
+                    phases=self.phases, steps=steps)
 
 class Transformers:
     """transformers' generate(): one batch, padded on the left, run to the longest output's end."""
@@ -186,6 +196,7 @@ class Transformers:
         transformers.logging.set_verbosity_error()
         use_cpu = job["options"].get("device") == "cpu" or not torch.cuda.is_available()
         self.torch, self.device = torch, "cpu" if use_cpu else "cuda"
+        self.format = DTYPES[job["dtype"]]
         load = transformers.AutoModelForCausalLM.from_pretrained
         self.model = load(job["model"], dtype=getattr(torch, DTYPES[job["dtype"]])).to(self.device)
         self.model.generation_config.eos_token_id = None  # nothing ends before its length
@@ -212,7 +223,7 @@ class Transformers:
         self.generate([prompt], count, types.SimpleNamespace(put=put, end=lambda: None))
 
     def facts(self):
-        return dict(versions=versions_of("torch", "transformers"))
+        return dict(versions=versions_of("torch", "transformers"), format=self.format)
 
 class ContinuousTransformers(Transformers):
     """transformers' generate_batch(): continuous batching over a paged cache."""
@@ -231,6 +242,7 @@ class Vllm:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         import vllm
+        self.format = DTYPES[job["dtype"]]
         self.params = functools.partial(vllm.SamplingParams, temperature=0, ignore_eos=True,
                                         detokenize=False)
         self.llm = vllm.LLM(job["model"], dtype=DTYPES[job["dtype"]], skip_tokenizer_init=True,
@@ -252,12 +264,12 @@ class Vllm:
                 seen = len(output.outputs[0].token_ids)
 
     def facts(self):
-        return dict(versions=versions_of("torch", "vllm", "vllm-cpu"))
+        return dict(versions=versions_of("torch", "vllm", "vllm-cpu"), format=self.format)
 
 class OpenVino:
     """OpenVINO GenAI's continuous batching on the CPU, from the GGUF file itself."""
     def __init__(self, job):
-        require_gguf(job)
+        self.format = gguf_format(job)
         import numpy
         import openvino
         import openvino_genai
@@ -291,13 +303,13 @@ class OpenVino:
                         on_token(token_id)
 
     def facts(self):
-        return dict(versions=versions_of("openvino-genai"))
+        return dict(versions=versions_of("openvino-genai"), format=self.format)
 
 class LlamaCpp:
     """llama.cpp's server in this process (xllamacpp), from the GGUF file. It tells how many tokens
     it made, not which (-1), unless it is also asked for their probabilities, which costs."""
     def __init__(self, job):
-        require_gguf(job)
+        self.format = gguf_format(job)
         import xllamacpp
         params, count = xllamacpp.CommonParams(), len(job["prompts"])
         params.model.path, params.n_parallel, params.n_ctx = job["gguf"], count, 512 * count + 1024
@@ -326,11 +338,13 @@ class LlamaCpp:
         self.ask(prompt, count, on_chunk)
 
     def facts(self):
-        return dict(versions=versions_of("xllamacpp"))
+        return dict(versions=versions_of("xllamacpp"), format=self.format)
 
-def require_gguf(job):
+def gguf_format(job):
+    """Which of a GGUF file's formats its reader gets: what the file's name says of itself."""
     if not job.get("gguf"):
         raise ValueError("this peer reads a GGUF file, and --model is none")
+    return f"GGUF {Path(job['gguf']).stem.rpartition('.')[2]}"
 
 ENTRANTS = {"nanoserve": Nanoserve, "transformers": Transformers,
             "transformers-continuous": ContinuousTransformers, "vllm": Vllm,
@@ -484,8 +498,9 @@ def run_throughput(args):
     num_prompts, lens, repeat = (16, (16, 48), 1) if args["quick"] else (64, (32, 256), 3)
     prompts, output_lens = make_workload(args["num_prompts"] or num_prompts, args["seed"],
                                          checkpoint.config["vocab_size"], lens, lens)
+    context = round(statistics.mean(map(len, prompts)) + statistics.mean(output_lens) / 2)
     job = dict(model=args["model"], dtype=args["dtype"], options=options, prompts=prompts,
-               output_lens=output_lens, stream_len=32 if args["quick"] else 128)
+               output_lens=output_lens, stream_len=32 if args["quick"] else 128, context=context)
     workload = dict(num_prompts=len(prompts), prompt_tokens=sum(map(len, prompts)),
                     output_tokens=sum(output_lens), stream_tokens=job["stream_len"],
                     seed=args["seed"])
@@ -498,7 +513,13 @@ def run_throughput(args):
             jobs.update(dict.fromkeys(peers, {**job, "model": shared, "gguf": gguf}))
         pythons = {"nanoserve": sys.executable, **peers}
         results = measure_in_turns(pythons, jobs, args["repeat"] or repeat, folder)
-    publish(report_throughput(head, results), args["json"])
+    result = report_throughput(head, results)
+    bench_plot.draw_bars(args["plot"], f"{workload['num_prompts']} requests at once, and one alone",
+                         "output tokens per second", {
+                             f"{name}, {label}": values[key] for key, label in
+                             (("tok_s", "all"), ("stream_tok_s", "one"))
+                             for name, values in result["values"].items()})
+    publish(result, args["json"])
 
 def measures_of(result):
     """{measure: value} of one run."""
@@ -537,7 +558,8 @@ def ratio_of(ours, theirs, larger_is_better):
     return a / b if larger_is_better else b / a
 
 def report_throughput(head, results):
-    """Print versions, table, phases; return head extended by all values, ratios and phases."""
+    """Print versions, table, phases, shares of the limit; return head extended by all of it."""
+    import bench_limits  # which imports this file
     values = {name: {key: [measures_of(run)[key] for run in runs] for key in MEASURES}
               for name, runs in results.items()}
     ours, first = values["nanoserve"], results["nanoserve"][0]
@@ -548,7 +570,8 @@ def report_throughput(head, results):
     for name in versions:
         print(f"{name:14s} {show_dict(versions[name])}")
     print("\n".join(" " * 15 + line for line in first["report"]))
-    print_table(values, ratios)
+    formats = {name: runs[0]["format"] for name, runs in results.items()}
+    print_table(values, ratios, formats)
     same = {name: matching_prefix(first["stream_ids"], results[name][0]["stream_ids"])
             for name in peers if -1 not in results[name][0]["stream_ids"]}
     for name, count in same.items():
@@ -557,22 +580,28 @@ def report_throughput(head, results):
     middle = runs[len(runs) // 2]  # medians of single phases would not sum to any run's time
     shares = {name: phase_shares(phases) for name, phases in middle["phases"].items()}
     for name, share in shares.items():
-        print(f"time of the {name}: " + "  ".join(f"{phase} {x:.1%}" for phase, x in share.items()))
-    return dict(head, versions=versions, kv_blocks=first["kv_blocks"],
-                block_size=first["block_size"], values=values, ratios=ratios, same_tokens=same,
+        print(f"time of the {name}: "
+              + "  ".join(f"{phase} {x:.1%}" for phase, x in share.items()))
+    print()
+    bench_limits.print_steps(middle["steps"])
+    return dict(head, versions=versions, formats=formats, steps=middle["steps"],
+                kv_blocks=first["kv_blocks"], block_size=first["block_size"], values=values,
+                ratios=ratios, same_tokens=same,
                 batch_seconds=middle["batch_s"], phase_seconds=middle["phases"],
                 phase_shares=shares, stats=middle["stats"], load_at_end=os.getloadavg()[0])
 
-def print_table(values, ratios):
+def print_table(values, ratios, formats):
     """A row per measure, a column per entrant; peers with how many times better nanoserve is."""
     print("\n" + " " * 18 + "".join(f"{name:>32s}" for name in values))
+    print(f"{'weights':18s}" + "".join(f"{formats[name]:>32s}" for name in values))
     for key, (label, _) in MEASURES.items():
         cells = [spread(values[name][key]) for name in values]
         cells = [f"{cell}  {ratios[name][key]:5.2f}x" if name in ratios else cell
                  for name, cell in zip(values, cells)]
         print(f"{label:18s}" + "".join(f"{cell:>32s}" for cell in cells))
     runs = len(values["nanoserve"]["tok_s"])
-    print(f"median (smallest-largest) of {runs} run(s); N x: nanoserve is N times better\n")
+    print(f"measured; median (smallest-largest) of {runs} run(s); N x: nanoserve is N times "
+          "better; TTFT starts at the call\n")
 
 def matching_prefix(a, b):
     """Number of equal tokens before the first difference.
@@ -610,18 +639,26 @@ def positive(text):
         raise ValueError
     return int(text)
 
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 NOT_OPTIONS = ("model", "dtype", "seed")  # of EngineConfig: throughput has its own
 
-def add_throughput_options(parser):
+def add_measure_options(parser, quick, repeat, model=True):
+    """What measurements have in common; quick: what it leaves out, repeat: what, and how often."""
     add = parser.add_argument
-    add("--model", help="as nanoserve.py --model (default: SmolLM2-135M-Instruct)")
+    if model:
+        add("--model", help=f"as nanoserve.py --model (default: {DEFAULT_MODEL})")
+    add("--quick", action="store_true", help=f"{quick}, as a check")
+    add("--repeat", type=positive, help=repeat)
+    add("--json", metavar="FILE", help="append the JSON object to this file")
+    add("--plot", type=bench_plot.picture, metavar="FILE", help="draw it: figure.svg, or .png")
+
+def add_throughput_options(parser):
+    add_measure_options(parser, "a small workload once", "runs of each entrant (default: 3)")
+    add = parser.add_argument
     add("--dtype", choices=DTYPES, default="bf16", help="of all entrants (default: bf16)")
     add("--num-prompts", type=positive, help="requests in the batch (default: 64, quick: 16)")
     add("--seed", type=int, default=0, help="of the workload (default: 0)")
     add("--peer", action="append", default=[], metavar="NAME=PYTHON", help="also run this engine")
-    add("--repeat", type=positive, help="runs of each entrant (default: 3, quick: 1)")
-    add("--quick", action="store_true", help="a small workload once, as a check")
-    add("--json", metavar="FILE", help="append the JSON object to this file")
     engine = parser.add_argument_group("engine")
     nanoserve.add_options(engine, nanoserve.EngineConfig, skip=NOT_OPTIONS)
 
@@ -631,7 +668,7 @@ def add_entrant_options(parser):
 
 COMMANDS = {  # name: (module, None for this one; words for --help)
     "throughput": (None, "many requests, then one stream"),
-    "kernels": ("bench_kernels", "Triton kernels: speed, or what they compile to"),
+    "kernels": ("bench_kernels", "operators against what this machine can do; or compiled only"),
     "quant": ("bench_quant", "weight and KV formats: divergence from bf16 beside speed"),
     "spec": ("bench_spec", "drafts: acceptance, tokens per call, speed-up"),
     "latency": ("bench_serving", "open-loop arrivals: TTFT, ITL, TPOT, E2E, goodput"),

@@ -1,6 +1,7 @@
-"""bench_kernels.py: `python bench.py kernels`, the Triton kernels measured or only compiled.
+"""bench_kernels.py: `python bench.py kernels`, the kernels measured or only compiled.
 
-    python bench.py kernels                            every kernel against the ceilings of this GPU
+    python bench.py kernels                            on a GPU: every kernel against its ceilings
+                                                       on a CPU: every operator, see bench_limits.py
     python bench.py kernels --static                   compiled for four GPUs: spills, roofline
 
 CONTENTS
@@ -23,7 +24,6 @@ import re
 import statistics
 import subprocess
 import tempfile
-import time
 import types
 import warnings
 from collections import namedtuple
@@ -31,7 +31,11 @@ from pathlib import Path
 
 import torch
 
+import bench_limits
+import bench_plot
 import kernels
+from bench import add_measure_options, describe_run, publish, spread
+from bench_limits import time_calls
 
 
 # ==================================================================================================
@@ -386,32 +390,14 @@ def print_static(reports):
 #
 # Simplification: the caches stay warm between repeats, so what fits into them may pass 1.00.
 
-def time_once(run, device, repeats):
-    """Median seconds of one call, by device events on a GPU and by the clock elsewhere."""
-    run()
-    seconds = []
-    for _ in range(repeats):
-        if device == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
 def measure_ceilings(device, small, repeats):
     """(bytes per second of a copy, bf16 operations per second of a matrix product)"""
     n, side = (1 << 20, 256) if small else (1 << 30, 8192)
     source = torch.zeros(n, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     a = torch.zeros(side, side, dtype=torch.bfloat16, device=device)
-    copy = 2 * n / time_once(lambda: target.copy_(source), device, repeats)
-    return copy, 2 * side**3 / time_once(lambda: a @ a, device, repeats)
+    copy = 2 * n / min(time_calls(lambda: target.copy_(source), device, repeats))
+    return copy, 2 * side**3 / min(time_calls(lambda: a @ a, device, repeats))
 
 def measured_cases(device, small):
     """Decode, prefill, narrow weights, fused operations; small: for the interpreter."""
@@ -438,60 +424,68 @@ def torch_cases(device, n, D):
         yield Case(f"torch flex {n}", lambda: flex(q, k, k, block_mask=mask, enable_gqa=True),
                    *work)
 
-def measure_kernels(device, small):
+def measure_kernels(device, small, repeats):
     """Print the ceilings, then each kernel as a fraction of them; returns all of it."""
-    repeats = 1 if small else 20
     copy, matmul = measure_ceilings(device, small, repeats)
     print(f"ceilings: copy {copy / 1e9:.1f} GB/s, bf16 matmul {matmul / 1e12:.2f} TFLOP/s")
-    print(f"{'kernel':28s}         us      GB/s  of copy   TFLOP/s  of matmul")
+    print(f"{'kernel':28s}                   us      GB/s  of copy   TFLOP/s  of matmul")
     measured = {}
     for name, run, size, flops in measured_cases(device, small):
-        seconds = measured[name] = time_once(run, device, repeats)
+        measured[name] = time_calls(run, device, repeats)
+        seconds = statistics.median(measured[name])
         rate, speed = size / seconds, flops / seconds
-        print(f"{name:28s} {seconds * 1e6:10.1f} {rate / 1e9:9.1f} {rate / copy:8.2f} "
-              f"{speed / 1e12:9.3f} {speed / matmul:10.2f}")
+        print(f"{name:28s} {spread([s * 1e6 for s in measured[name]]):>20s} {rate / 1e9:9.1f} "
+              f"{rate / copy:8.2f} {speed / 1e12:9.3f} {speed / matmul:10.2f}")
     return dict(copy_bytes_per_s=copy, matmul_flop_per_s=matmul, seconds=measured)
 
 def run_kernels(args):
-    """What the kernels compile to (--static), or how fast they are on this GPU."""
-    if kernels.triton is None:
-        print("Triton is not installed here: there is nothing to compile or to measure.")
-    elif args["static"]:
+    """What the kernels compile to (--static), or how fast they are on this machine."""
+    triton = args["static"] or args["dry"] or torch.cuda.is_available()
+    if triton and kernels.triton is None:
+        raise ValueError("Triton is not installed here: there is nothing to compile or to measure")
+    if args["static"]:
         run_static(args)
-    elif args["dry"] or torch.cuda.is_available():
-        run_measured(dry=args["dry"])
+    elif triton:
+        run_measured(args)
     else:
-        print("No GPU here: kernels were not measured. --static shows what they compile to.")
+        bench_limits.run_operators(args)
 
-def run_measured(dry):
+def run_measured(args):
     """Time the kernels on this GPU, or show that the timing works, in Triton's interpreter."""
-    from bench import describe_run, publish, versions_of  # bench.py imports this file
+    dry = args["dry"]
     if dry != kernels.INTERPRET:
         raise ValueError("--dry and TRITON_INTERPRET=1 in the environment go together")
     warnings.simplefilter("ignore", RuntimeWarning)  # bf16 overflows in the interpreter
     kernels.FORCE = "triton"
-    where = "Triton's interpreter" if dry else torch.cuda.get_device_name()
-    head = describe_run(device=where, versions=versions_of("torch", "triton"))
-    publish({**head, **measure_kernels("cpu" if dry else "cuda", small=dry)})
+    repeats = 1 if dry else args["repeat"] or (5 if args["quick"] else 20)
+    head = describe_run(
+        device="Triton's interpreter" if dry else torch.cuda.get_device_name(), repeat=repeats)
+    result = measure_kernels("cpu" if dry else "cuda", dry, repeats)
+    bench_plot.draw_bars(args["plot"], "Kernels", "us", {
+        name: [s * 1e6 for s in seconds] for name, seconds in result["seconds"].items()})
+    publish({**head, **result}, args["json"])
 
 def run_static(args):
-    """Print what the kernels compile to for the targets, as a table or as JSON."""
+    """Print what the kernels compile to for the targets."""
     if kernels.INTERPRET:
         raise ValueError("--static compiles: it wants TRITON_INTERPRET unset")
+    if args["plot"]:
+        raise ValueError("--plot draws measurements, and --static has none")
     targets = tuple(args["targets"].split(","))
     unknown = [target for target in targets if target not in MACHINES]
     if unknown:
         raise ValueError(f"--targets: {unknown[0]!r} is not one of {', '.join(MACHINES)}")
+    head = describe_run(source="computed", targets=args["targets"])
     reports = static_reports(targets, args["only"])
-    if args["json"]:
-        print(json.dumps(reports))
-    else:
-        print_static(reports)
+    print_static(reports)
+    publish(dict(head, reports=reports), args["json"])
 
 def add_kernels_options(parser):
+    add_measure_options(parser, "fewer repeats, less data", "calls of each kernel (default: 20 on "
+                        "a GPU, 15 on a CPU)", model=False)
     add = parser.add_argument
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="on a CPU: of activations")
     add("--static", action="store_true", help="compile for GPUs that need not be here")
     add("--targets", default=",".join(MACHINES), help="with --static: GPUs (default: all)")
     add("--only", default="", help="with --static: cases whose name contains this")
-    add("--json", action="store_true", help="with --static: JSON instead of the table")
     add("--dry", action="store_true", help="tiny shapes through Triton's interpreter")

@@ -1,12 +1,14 @@
-"""bench_plot.py: line charts without a plotting library.
+"""bench_plot.py: line and bar charts without a plotting library.
 
     draw("latency.svg", "Waiting", "requests per second", "ms", {"p50": [(1, 20), (2, 31)]})
+    draw_bars("quant.svg", "One stream", "tokens per second", {"int8": [270, 262, 281]})
 
 SVG is text, so it is written here; other endings (.png, .pdf) go to matplotlib.
 
 CONTENTS
      1  Axes
-     2  Drawing
+     2  Lines
+     3  Bars
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import statistics
 from html import escape
 from pathlib import Path
 
@@ -51,7 +54,7 @@ def picture(path):
 
 
 # ==================================================================================================
-# 2  Drawing
+# 2  Lines
 # ==================================================================================================
 # One chart, one question: how one figure follows one variable, a line for each case.
 
@@ -76,12 +79,7 @@ def draw_svg(path, title, x_label, y_label, lines, log_x=False):
     wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     at_x = lambda x: LEFT + wide * ((scale(x) - low) / (high - low) if high > low else 0.5)
     at_y = lambda y: TOP + tall * (1 - y / ys[-1])
-    text = lambda x, y, words, more="": (
-        f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(str(words))}</text>')
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-           'font-family="sans-serif" font-size="12">',
-           f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-           text(LEFT, 22, title, 'font-size="15" font-weight="bold"')]
+    out = opening(HEIGHT, LEFT, title)
     for y in ys:
         out.append(f'<path d="M{LEFT} {at_y(y):.1f}h{wide}" stroke="#dddddd"/>')
         out.append(text(LEFT - 8, at_y(y) + 4, label(y), 'text-anchor="end"'))
@@ -106,11 +104,25 @@ def draw_svg(path, title, x_label, y_label, lines, log_x=False):
         place += 44 + 7 * len(name)
     Path(path).write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
-def draw_matplotlib(path, title, x_label, y_label, lines, log_x=False):
+def opening(height, left, title):
+    """First lines of a picture: a white ground and its title."""
+    return [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+            'font-family="sans-serif" font-size="12">',
+            f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+            text(left, 22, title, 'font-size="15" font-weight="bold"')]
+
+def text(x, y, words, more=""):
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(str(words))}</text>'
+
+def canvas(height):
+    """(pyplot, figure, axes) of matplotlib, without a window."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
+    return pyplot, *pyplot.subplots(figsize=(6.4, height), layout="constrained")
+
+def draw_matplotlib(path, title, x_label, y_label, lines, log_x=False):
+    pyplot, figure, axes = canvas(4)
     for (name, points), color in zip(lines.items(), COLORS):
         axes.plot(*zip(*points), "o-", color=color, label=name)
     if log_x:
@@ -122,5 +134,59 @@ def draw_matplotlib(path, title, x_label, y_label, lines, log_x=False):
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", color="#dddddd")
     axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+# ==================================================================================================
+# 3  Bars
+# ==================================================================================================
+# One figure of many cases: names need room, so the bars lie. A thin line is the spread of repeats.
+
+BAR, LETTER = 22, 7  # pixels: of a bar and the gap below it, of a letter of a name
+
+def draw_bars(path, title, x_label, bars):
+    """Draw {name: values of the repeats} as bars up to their medians; nothing without a path."""
+    if not path:
+        return
+    if any(len(values) > 1 for values in bars.values()):
+        x_label += " (median; the line is from the smallest to the largest)"
+    (bars_svg if Path(path).suffix == ".svg" else bars_matplotlib)(path, title, x_label, bars)
+    print(f"plot           {path}")
+
+def bars_svg(path, title, x_label, bars):
+    left = 20 + LETTER * max(map(len, bars))
+    top, bottom, end = 40, 48, 60  # end: room for the number behind the longest bar
+    tall, wide = BAR * len(bars), WIDTH - left - end
+    xs = ticks(0, max(max(values) for values in bars.values()) or 1)
+    at_x = lambda x: left + wide * x / xs[-1]
+    out = opening(top + tall + bottom, 12, title)
+    for x in xs:
+        out.append(f'<path d="M{at_x(x):.1f} {top}v{tall}" stroke="#dddddd"/>')
+        out.append(text(at_x(x), top + tall + 16, label(x), 'text-anchor="middle"'))
+    for i, (name, values) in enumerate(bars.items()):
+        y, middle = top + BAR * i, statistics.median(values)
+        out.append(text(left - 8, y + 15, name, 'text-anchor="end"'))
+        out.append(f'<rect x="{left:.1f}" y="{y + 4}" width="{at_x(middle) - left:.1f}" '
+                   f'height="{BAR - 8}" fill="{COLORS[0]}"/>')
+        if len(values) > 1:
+            out.append(f'<path d="M{at_x(min(values)):.1f} {y + 11}H{at_x(max(values)):.1f}" '
+                       f'stroke="{COLORS[1]}" stroke-width="2"/>')
+        out.append(text(at_x(max(values)) + 6, y + 15, label(float(f"{middle:.3g}"))))
+    out.append(text(left + wide / 2, top + tall + 36, x_label, 'text-anchor="middle"'))
+    Path(path).write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
+
+def bars_matplotlib(path, title, x_label, bars):
+    pyplot, figure, axes = canvas(1.2 + 0.24 * len(bars))
+    middles = [statistics.median(values) for values in bars.values()]
+    reach = [[m - min(v) for m, v in zip(middles, bars.values())],
+             [max(v) - m for m, v in zip(middles, bars.values())]]
+    drawn = axes.barh([*bars], middles, xerr=reach, color=COLORS[0], ecolor=COLORS[1])
+    axes.bar_label(drawn, [label(float(f"{m:.3g}")) for m in middles], padding=4)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=x_label)
+    axes.margins(x=0.12)
+    axes.grid(axis="x", color="#dddddd")
+    axes.set_axisbelow(True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

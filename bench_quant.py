@@ -1,12 +1,13 @@
 """bench_quant.py: what each weight and KV format costs in quality, and what it gives in speed.
 
-    python bench.py quant                      every format, 2,000 tokens of real text
+    python bench.py quant                      every format, 1,000 tokens of real text
     python bench.py quant --quick              the same in small
     python bench.py quant --format bf16 int8   some of them
 
 Quality: mean Kullback-Leibler divergence of the next-token distributions from those of the bf16
 model, in nats per token, and how often the likeliest token is the same.  Speed: decode tokens per
-second of one stream and of 64, the formats in turns, medians, as ratios to bf16.
+second of one stream and of 64, the formats in turns, medians, as ratios to bf16.  Contexts are
+short there, so that weights decide; what a KV format gives attention is in `bench.py kernels`.
 
 CONTENTS
      1  Quality
@@ -21,8 +22,9 @@ import statistics
 
 import torch
 
+import bench_plot
 import nanoserve
-from bench import describe_run, make_workload, positive, publish, versions_of
+from bench import DEFAULT_MODEL, add_measure_options, describe_run, make_workload, publish, spread
 from bench_spec import run_work
 
 FORMATS = {  # name: fields of EngineConfig; the first is what the others are compared with
@@ -108,12 +110,13 @@ NUM_BLOCKS = 640
 
 def run_quant(args):
     quick = args["quick"]
-    num_tokens, many = (128, 8) if quick else (2000, 64)
-    counts = {1: 10, many: 4} if quick else {1: 64, many: 16}  # streams: tokens of each
+    num_tokens, many = (128, 8) if quick else (1000, 64)
+    counts = {1: 10, many: 4} if quick else {1: 64, many: 8}  # streams: tokens of each
     formats = args["format"] or [name for name in FORMATS if not quick or name not in VARIANTS]
     names = list(dict.fromkeys(["bf16", *formats]))
-    head = describe_run(model=args["model"] or "SmolLM2-135M-Instruct",
-                        versions=versions_of("torch"), tokens=num_tokens, many=many)
+    repeat = args["repeat"] or (1 if quick else 3)
+    head = describe_run(model=args["model"] or DEFAULT_MODEL, tokens=num_tokens,
+                        many=many, repeat=repeat, kv_blocks=NUM_BLOCKS)
     llms, quality, base = {}, {}, None
     for name in names:
         llms[name] = llm = nanoserve.LLM(args["model"], num_kv_blocks=NUM_BLOCKS,
@@ -123,35 +126,37 @@ def run_quant(args):
         base = found if base is None else base
         quality[name] = compare(base, found)
     rates = {(name, streams): [] for streams in counts for name in names}
-    for _ in range(args["repeat"] or (1 if quick else 5)):
+    for _ in range(repeat):
         for name, streams in rates:
             rates[name, streams].append(decode_rate(llms[name], streams, counts[streams]))
     rows = []
     for name in names:
         stats, (kl, top) = llms[name].core.stats(), quality[name]
-        one, many_rate = (statistics.median(rates[name, streams]) for streams in counts)
+        one, many_rate = (rates[name, streams] for streams in counts)
         slots = NUM_BLOCKS * llms[name].core.config.block_size
         rows.append(dict(
             format=name, kl=kl, top1=top, one=one, many=many_rate,
             weight_mib=stats["weight_bytes"] / 2**20, scale_mib=stats["scale_bytes"] / 2**20,
             kv_bytes_per_token=stats["kv_bytes"] // slots))
     print_table(rows, many)
+    bench_plot.draw_bars(args["plot"], "Formats: one stream, and what they cost in quality",
+                         "decoded tokens per second", {
+                             f"{r['format']}, KL {r['kl']:.4f}": r["one"] for r in rows})
     publish(dict(head, formats=rows), args["json"])
 
 def print_table(rows, many):
     base = rows[0]
-    print(f"\n{'format':14s} {'KL, nats':>9s} {'top-1':>6s} {'1 stream':>9s} {'ratio':>5s} "
-          f"{many:7d} {'ratio':>5s} {'weights':>8s} {'scales':>7s} {'KV B/token':>10s}")
+    print(f"\n{'format':14s} {'KL, nats':>9s} {'top-1':>6s} {'1 stream':>18s} {'ratio':>5s} "
+          f"{many:18d} {'ratio':>5s} {'weights':>8s} {'scales':>7s} {'KV B/token':>10s}")
     for r in rows:
-        print(f"{r['format']:14s} {r['kl']:9.5f} {r['top1']:6.1%} {r['one']:9.1f} "
-              f"{r['one'] / base['one']:5.2f} {r['many']:7.0f} {r['many'] / base['many']:5.2f} "
+        ratio = lambda key: statistics.median(r[key]) / statistics.median(base[key])
+        print(f"{r['format']:14s} {r['kl']:9.5f} {r['top1']:6.1%} {spread(r['one']):>18s} "
+              f"{ratio('one'):5.2f} {spread(r['many']):>18s} {ratio('many'):5.2f} "
               f"{r['weight_mib']:8.1f} {r['scale_mib']:7.1f} {r['kv_bytes_per_token']:10,d}")
-    print(f"weights and scales in MiB; 1 stream and {many} in decoded tokens per second\n")
+    print(f"weights and scales in MiB; 1 stream and {many} in decoded tokens per second, medians "
+          "(smallest-largest)\n")
 
 def add_quant_options(parser):
-    add = parser.add_argument
-    add("--model", help="as nanoserve.py --model (default: SmolLM2-135M-Instruct)")
-    add("--format", nargs="+", choices=FORMATS, help="only these (and bf16)")
-    add("--repeat", type=positive, help="rounds of the speed runs (default: 5, quick: 1)")
-    add("--quick", action="store_true", help="128 tokens, one short run, as a check")
-    add("--json", metavar="FILE", help="append the JSON object to this file")
+    add_measure_options(parser, "128 tokens, one short run",
+                        "rounds of the speed runs (default: 3, quick: 1)")
+    parser.add_argument("--format", nargs="+", choices=FORMATS, help="only these (and bf16)")

@@ -41,7 +41,8 @@ from dataclasses import dataclass, field
 import bench_plot
 import nanoserve
 from bench import (
-    describe_run, make_workload, percentile, positive, publish, spread, versions_of)
+    DEFAULT_MODEL, add_measure_options, describe_run, make_workload, percentile, positive, publish,
+    spread)
 
 
 # ==================================================================================================
@@ -234,18 +235,18 @@ def milliseconds(values):
                 p99=1000 * percentile(values, 99))
 
 def begin(args, **facts):
-    """Describe the run and load the model: (head of the JSON object, function that loads it with
-    other options)."""
-    quick = args["quick"]
+    """Describe the run: (head of the JSON object, function that loads the model with other options,
+    number of rounds)."""
+    repeat = args["repeat"] or (1 if args["quick"] else 3)
     def load(**options):
         llm = nanoserve.LLM(**{"model": args["model"], "max_model_len": 2048,
                                "num_kv_blocks": 1024, **options})
         warm_up(llm)
         return llm
-    model = dict(model=args["model"] or "SmolLM2-135M-Instruct", kv_blocks=1024)
-    head = describe_run(**(dict(url=args["url"]) if args.get("url") else model),
-                        versions=versions_of("torch"), source="measured", **facts)
-    return head, load, quick
+    model = dict(model=args["model"] or DEFAULT_MODEL, kv_blocks=1024)
+    head = describe_run(**(dict(url=args["url"]) if args.get("url") else model), repeat=repeat,
+                        **facts)
+    return head, load, repeat
 
 
 # ==================================================================================================
@@ -272,9 +273,19 @@ def summary(trips, limits):
                 goodput=good / wall, tok_s=sum(t.count for t in trips) / wall,
                 cached=sum(t.parent.num_cached_tokens for t in trips))
 
+def medians(rounds):
+    """The median of each figure of summary() over several rounds.
+
+    >>> medians([dict(a=1, b=dict(c=2)), dict(a=5, b=dict(c=4)), dict(a=3, b=dict(c=9))])
+    {'a': 3, 'b': {'c': 4}}
+    """
+    of = lambda key: [figures[key] for figures in rounds]
+    return {key: medians(of(key)) if isinstance(value, dict) else statistics.median(of(key))
+            for key, value in rounds[0].items()}
+
 def run_latency(args):
-    limits = args["ttft_limit"], args["tpot_limit"]
-    head, load, quick = begin(args, work=args["work"], limits_ms=limits)
+    limits, quick = (args["ttft_limit"], args["tpot_limit"]), args["quick"]
+    head, load, repeat = begin(args, work=args["work"], limits_ms=limits)
     count, outputs = (8, 8) if quick else (args["requests"], 64)
     rates, rows = args["rate"] or ([2, 16] if quick else [0.5, 1, 2, 4, 8]), []
     if args["url"]:
@@ -289,18 +300,21 @@ def run_latency(args):
         def run(jobs):
             llm.core.reset_prefix_cache()
             return drive(llm, jobs)
-    print(f"\n{count} requests of {args['work']}, {outputs} outputs each; ms as mean / p50 / p99")
+    print(f"\n{count} requests of {args['work']}, {outputs} outputs each; ms as mean / p50 / p99, "
+          "TTFT from arrival on")
     print(f"{'req/s':>6s} {'TTFT':>22s} {'ITL':>20s} {'TPOT':>20s} {'E2E':>24s} {'kept':>5s} "
-          f"{'goodput':>8s} {'tok/s':>6s} cached")
+          f"{'goodput':>8s} {'tok/s':>6s} cached  TTFT p50 of the rounds")
     for rate in rates:
-        row = summary(run([Job(at, prompt, outputs) for at, prompt in
-                           zip(arrivals(count, rate), prompts)]), limits)
-        rows.append(dict(rate=rate, **row))
+        runs = [summary(run([Job(at, prompt, outputs) for at, prompt in
+                             zip(arrivals(count, rate, seed), prompts)]), limits)
+                for seed in range(repeat)]  # other moments in each round
+        row = medians(runs)
+        rows.append(dict(row, rate=rate, rounds=runs))
         cell = lambda key: " / ".join(f"{row[key][k]:.0f}" for k in ("mean", "p50", "p99"))
         print(f"{rate:6g} {cell('ttft'):>22s} {cell('itl'):>20s} {cell('tpot'):>20s} "
               f"{cell('e2e'):>24s} {row['good']:5.0%} {row['goodput']:8.2f} {row['tok_s']:6.1f} "
-              f"{row['cached']:6d}")
-    print()
+              f"{row['cached']:6.0f}  {spread([r['ttft']['p50'] for r in runs])}")
+    print(f"medians of {repeat} round(s)\n")
     bench_plot.draw(args["plot"], f"Waiting, {args['work']}", "arrivals, requests per second",
                     "time to first token, ms", {
                         name: [(row["rate"], row["ttft"][name]) for row in rows]
@@ -315,9 +329,9 @@ def run_latency(args):
 # generated, nothing in ITL.  Negatives must not gain: another first token, another salt.
 
 def run_prefix(args):
-    head, load, quick = begin(args)
-    lengths, outputs = ((128, 512), (1, 16)) if quick else ((128, 512, 1536), (1, 32, 256))
-    repeat = args["repeat"] or (1 if quick else 3)
+    head, load, repeat = begin(args)
+    lengths, outputs = (((128, 512), (1, 16)) if args["quick"] else
+                        ((128, 512, 1536), (1, 32, 256)))
     on, off = load(), load(enable_prefix_caching=False)
     text, rows = long_text(on, max(lengths)), []
     print(f"\n{'prefix':>6s} {'outputs':>7s} {'case':12s} {'hits':>5s} {'TTFT ms off':>20s} "
@@ -368,10 +382,9 @@ def compare_prefix(on, off, prefix, count, case, repeat):
 # a little, and the long one a little longer.
 
 def run_chunk(args):
-    head, load, quick = begin(args)
+    (head, load, repeat), quick = begin(args), args["quick"]
     streams, length = (4, 700) if quick else (8, 1800)
     sizes = (64, 700) if quick else (64, 128, 256, 512, 2048)
-    repeat = args["repeat"] or (1 if quick else 3)
     llm = load(enable_prefix_caching=False)
     text, short = long_text(llm, length), make_prompts(llm, "code", streams)
     config, runs = llm.core.config, {size: [] for size in sizes}
@@ -423,9 +436,8 @@ SWITCHES = {
 }
 
 def run_switches(args):
-    head, load, quick = begin(args, work=args["work"])
-    repeat = args["repeat"] or (1 if quick else 3)
-    count, outputs = (6, 12) if quick else (24, 64)
+    head, load, repeat = begin(args, work=args["work"])
+    count, outputs = (6, 12) if args["quick"] else (24, 64)
     engines = {name: load(**options) for name, options in SWITCHES.items()}
     prompts = make_prompts(engines["as it is"], args["work"], count)
     runs, tokens, rows = {name: [] for name in SWITCHES}, {}, []
@@ -449,6 +461,9 @@ def run_switches(args):
         print(f"{name:20s} {spread(speed):>18s} {spread(rows[-1]['ratio']):>16s} "
               f"{spread(ttft):>20s} {spread(itl):>20s} {same} of {count}")
     print("speed: tokens per second over those of the same round as it is\n")
+    bench_plot.draw_bars(args["plot"], f"One thing changed: {count} requests of {args['work']}",
+                         "tokens per second / as it is",
+                         {row["switch"]: row["ratio"] for row in rows})
     publish(dict(head, rows=rows), args["json"])
 
 
@@ -456,20 +471,14 @@ def run_switches(args):
 # 7  Command line
 # ==================================================================================================
 
-def add_options(parser, *extra):
-    add = parser.add_argument
-    add("--model", help="as nanoserve.py --model (default: SmolLM2-135M-Instruct)")
-    add("--quick", action="store_true", help="a small run, as a check")
-    add("--json", metavar="FILE", help="append the JSON object to this file")
-    if "repeat" in extra:
-        add("--repeat", type=positive, help="rounds (default: 3, quick: 1)")
-    if "work" in extra:
-        add("--work", choices=WORK, default="chat", help="kind of prompts (default: chat)")
-    if "plot" in extra:
-        add("--plot", type=bench_plot.picture, metavar="FILE", help="draw it, e.g. figure.svg")
+def add_options(parser, work=False):
+    add_measure_options(parser, "a small run", "rounds (default: 3, quick: 1)")
+    if work:
+        parser.add_argument("--work", choices=WORK, default="chat",
+                            help="kind of prompts (default: chat)")
 
 def add_latency_options(parser):
-    add_options(parser, "work", "plot")
+    add_options(parser, work=True)
     add = parser.add_argument
     add("--url", help="measure the server at this address; its prefix cache stays as it is")
     add("--rate", type=rate, nargs="+", help="arrivals per second (default: 0.5 1 2 4 8)")
@@ -483,11 +492,7 @@ def rate(text):
         raise ValueError
     return float(text)
 
-def add_prefix_options(parser):
-    add_options(parser, "repeat", "plot")
-
-def add_chunk_options(parser):
-    add_options(parser, "repeat", "plot")
+add_prefix_options = add_chunk_options = add_options
 
 def add_switches_options(parser):
-    add_options(parser, "repeat", "work")
+    add_options(parser, work=True)

@@ -24,8 +24,9 @@ import time
 import numpy as np
 import torch
 
+import bench_plot
 import nanoserve
-from bench import describe_run, make_workload, positive, publish, versions_of
+from bench import DEFAULT_MODEL, add_measure_options, describe_run, make_workload, publish, spread
 
 
 # ==================================================================================================
@@ -137,11 +138,12 @@ def measure_row(row, plain, llm, count, repeat):
     cost = np.interp(rows_per_call, ROWS_PER_REQUEST, costs) / costs[0]
     per_call = statistics.median(theirs[1] / ours[1] for theirs, ours in pairs)
     drafting = sum(ours[2] for _, ours in pairs) / steps / base
+    speedups = [theirs[0] / ours[0] for theirs, ours in pairs]
     return dict(
         row, acceptance=accepted / max(drafted, 1), tokens_per_call=per_call,
         rows_per_call=rows_per_call, row_costs=[c / costs[0] for c in costs],
         tokens_per_s=statistics.median(streams * (count - 1) / ours[0] for _, ours in pairs),
-        speedup=statistics.median(theirs[0] / ours[0] for theirs, ours in pairs),
+        speedup=statistics.median(speedups), speedups=speedups,
         drafting=drafting, predicted=per_call / (cost + drafting),
         expected_per_round=expected_tokens(accepted / max(drafted, 1), most),
         mean_acceptance_length=1 + accepted / max(speculation.rounds, 1))
@@ -152,12 +154,12 @@ def run_spec(args):
     kinds = {"ngram": dict(speculative="ngram")}
     if model:
         kinds["draft"] = dict(speculative_model=model)
-    head = describe_run(model=args["model"] or "SmolLM2-135M-Instruct", tokens=count,
-                        repeat=repeat, versions=versions_of("torch"))
     fixed = dict(model=args["model"], num_kv_blocks=640, max_model_len=1024, max_num_seqs=16)
+    head = describe_run(model=args["model"] or DEFAULT_MODEL, tokens=count,
+                        repeat=repeat, kv_blocks=fixed["num_kv_blocks"])
     plain, rows = nanoserve.LLM(**fixed), []
-    print("\ndrafter  text     K temp streams accepted tokens/call rows/call   tok/s speed-up "
-          "predicted")
+    print("\ndrafter  text     K temp streams accepted tokens/call rows/call   tok/s  "
+          "       speed-up predicted (computed)")
     for kind, options in kinds.items():
         llm = nanoserve.LLM(num_speculative_tokens=8, **options, **fixed)
         for change in ROWS[: QUICK_ROWS if quick else None]:
@@ -165,18 +167,19 @@ def run_spec(args):
             print_row(rows[-1])
     print("\ncost of a step with", ", ".join(map(str, ROWS_PER_REQUEST)), "rows for one stream:",
           " ".join(f"{cost:.2f}" for cost in rows[0]["row_costs"]))
+    bench_plot.draw_bars(args["plot"], "Speculation: the same tokens, sooner or later",
+                         "speed-up over no drafts", {
+                             f"{r['drafter']}, {r['text']}, {r['num_speculative_tokens']} drafts, "
+                             f"T {r['temperature']}, {r['streams']} at once": r["speedups"]
+                             for r in rows})
     publish(dict(head, rows=rows), args["json"])
 
 def print_row(r):
     print(f"{r['drafter']:8s} {r['text']:7s} {r['num_speculative_tokens']:2d} "
           f"{r['temperature']:4.1f} {r['streams']:7d} {r['acceptance']:8.0%} "
           f"{r['tokens_per_call']:11.2f} {r['rows_per_call']:9.2f} {r['tokens_per_s']:7.1f} "
-          f"{r['speedup']:8.2f} {r['predicted']:9.2f}", flush=True)
+          f"{spread(r['speedups']):>16s} {r['predicted']:9.2f}", flush=True)
 
 def add_spec_options(parser):
-    add = parser.add_argument
-    add("--model", help="as nanoserve.py --model (default: SmolLM2-135M-Instruct)")
-    add("--speculative-model", help="also measure this draft model")
-    add("--repeat", type=positive, help="rounds of each row (default: 5, quick: 1)")
-    add("--quick", action="store_true", help="32 tokens once, four rows, as a check")
-    add("--json", metavar="FILE", help="append the JSON object to this file")
+    add_measure_options(parser, "32 tokens, four rows", "rounds of each (default: 5, quick: 1)")
+    parser.add_argument("--speculative-model", help="also measure this draft model")

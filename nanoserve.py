@@ -46,7 +46,11 @@ GLOSSARY
     token budget   positions computed in one step over all requests; not a limit on outputs
     preemption     taking all blocks from a running request; it recomputes later
     TTFT, ITL      seconds from arrival to the first token; between two tokens of one request
+    TPOT           the mean ITL of one request
+    rank           one of the processes that share a model's heads or layers; here there is one
     backend        an implementation of attention over the paged cache
+    candidate      a backend in the table: not yet possible here, selected or executed
+    exact          attention that equals the dense formula up to rounding, however it is tiled
 
 THE LIFE OF A REQUEST
     token_ids = tokenizer.encode(prompt)                          # 3   text becomes ids, once
@@ -774,14 +778,17 @@ class Model:
         """The embedding or the LM head."""
         return kernels.prepare_weight(self.weight(name, shape, head=True), self.dtype)
 
-    def matrix_bytes(self):
-        """({"weights": bytes, "scales": bytes}, {form: bytes}) of all matrices."""
+    def matrices(self):
+        """The weights of all layers and of the tables, which are one weight where they are tied."""
         linears = [linear for _, attention, _, mlp in self.layers for linear in (
             attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)]
-        weights = [weight for linear in linears for weight in linear.weights]
-        weights += {id(w): w for w in (self.embed_tokens, self.lm_head)}.values()  # or one for both
+        tables = {id(w): w for w in (self.embed_tokens, self.lm_head)}
+        return [weight for linear in linears for weight in linear.weights] + [*tables.values()]
+
+    def matrix_bytes(self):
+        """({"weights": bytes, "scales": bytes}, {form: bytes}) of all matrices."""
         parts, forms = Counter(), Counter()
-        for weight in weights:
+        for weight in self.matrices():
             sizes = kernels.weight_bytes(weight)
             parts.update(sizes)
             forms[kernels.weight_kind(weight)] += sizes["weights"]
