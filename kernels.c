@@ -456,9 +456,6 @@ INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char
     linear_row(bf, bf_out, (f32s *)c[r], bias, out + r * N * size_of(bf_out), column, N);
   }
 }
-INLINE long tile_block(long width) {  // rows of x that stay in the second-level cache
-  return most(64, least(512, (1 << 20) / width / PAIR_ROWS * PAIR_ROWS));
-}
 INLINE long linear_shared(int bf, long T, long K) {  // bytes of x in two parts, or in tiles
   if (tiles) return round_up(T, 16) * round_up(K, 32) * (bf ? 2 : 4);
   return bf ? 0 : T * K * 4;
@@ -468,7 +465,7 @@ INLINE long linear_shared(int bf, long T, long K) {  // bytes of x in two parts,
 INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
                          long T, long N, long K, long ldx, int bf_out, long step, long groups) {
   long steps = (K + 31) / 32, width = steps * 64 * (2 - bf), alone = T <= 16;
-  long rest = K % 32 * NC * 2, block = tile_block(width), blocks = (T + block - 1) / block;
+  long rest = K % 32 * NC * 2, blocks = (T + 255) / 256;
   char *last = room(&own, 64 * NC + PAIR_ROWS * NC * 4 + alone * 16 * width);
   float *c = (float *)(last + 64 * NC);
   char *own_x = (char *)(c + PAIR_ROWS * NC), *in = alone ? own_x : (char *)t->shared;
@@ -480,22 +477,22 @@ INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const ch
   begin_tiles(T);
   memset(last, 0, 64 * NC);
   for (long i; (i = next(t)) < groups * blocks;) {
-    long p0 = i % groups * step, m0 = i / groups * block, m1 = least(T, m0 + block);
-    for (long p = p0; p < least(panels_of(N), p0 + step); p++) {
-      const char *panel = w + p * K * NC * 2;
-      if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
-      for (long m = m0; m < m1; m += PAIR_ROWS) {
+    long p0 = i % groups * step, m0 = i / groups * 256, m1 = least(T, m0 + 256);
+    for (long m = m0; m < m1; m += PAIR_ROWS)
+      for (long p = p0; p < least(panels_of(N), p0 + step); p++) {
+        const char *panel = w + p * K * NC * 2;
+        if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
         pair_steps(2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, steps, rest ? last : 0, c);
         for (long r = 0; r < least(m1 - m, PAIR_ROWS); r++)
           linear_row(bf, bf_out, (f32s *)(c + r * NC), bias, out + (m + r) * N * size_of(bf_out), p * NC, N);
       }
-    }
   }
   end_tiles();
 }
 INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
                    long T, long N, long K, long ldx, int bf_out) {
   long panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
+  if (tiles) step = most(1, least(step, (1 << 20) / (K * NC * 2)));
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
   if (tiles) {
     linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, bf_out, step, groups);
