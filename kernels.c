@@ -382,8 +382,8 @@ OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const cha
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   for (long i = 0; i < steps; i++, panel += 64 * NC) {
     if (i == steps - 1 && last) panel = last;
-    _tile_loadd(4, panel, 4 * NC);
-    _tile_loadd(5, panel + 64, 4 * NC);
+    _tile_stream_loadd(4, panel, 4 * NC);  // leaves the first-level cache to x
+    _tile_stream_loadd(5, panel + 64, 4 * NC);
     for (int part = 0; part < parts; part++, x += A_TILE) {
       _tile_loadd(6, x, 64);
       _tile_dpbf16ps(0, 6, 4); _tile_dpbf16ps(1, 6, 5);
@@ -639,10 +639,15 @@ INLINE integers to_integers(f32s v) {  // in the order of the codes
 // was padded to whole steps, and so is the widened one.
 OUTLINE void scale_rows(int type, const Factors *f, const float *c, long rows, const float *sums_x,
                         long units, float *sums) {
-  for (long r = 0; r < rows; r++, sums_x += units)
-    for (int h = 0; h < 2; h++, c += NC, sums += NC)
-      if (type == INT8) scale_unit(INT8, 0, f + h, (f32n *)c, *sums_x, (f32n *)sums);
-      else scale_unit(BF16, 0, f + h, (f32n *)c, *sums_x, (f32n *)sums);
+  Factors low = f[0], high = f[1];  // in registers: nothing that is written below can be they
+  for (long r = 0; r < rows; r++, sums_x += units, c += 64, sums += 64)
+    if (type == INT8) {
+      scale_unit(INT8, 0, &low, (f32n *)c, *sums_x, (f32n *)sums);
+      scale_unit(INT8, 0, &high, (f32n *)(c + NC), *sums_x, (f32n *)(sums + NC));
+    } else {
+      scale_unit(BF16, 0, &low, (f32n *)c, *sums_x, (f32n *)sums);
+      scale_unit(BF16, 0, &high, (f32n *)(c + NC), *sums_x, (f32n *)(sums + NC));
+    }
 }
 INLINE void unit_tiles(int form, int parts, const Narrow *a, const Factors *f, const char *codes,
                        const char *x, long M, long n, const float *sums_x, char *space, float *c,
