@@ -649,24 +649,6 @@ OUTLINE void scale_rows(int type, const Factors *f, const float *c, long rows, c
       scale_unit(BF16, 0, &high, (f32n *)(c + NC), *sums_x, (f32n *)(sums + NC));
     }
 }
-INLINE void unit_tiles(int form, int parts, const Narrow *a, const Factors *f, const char *codes,
-                       const char *x, long M, long n, const float *sums_x, char *space, float *c,
-                       float *sums) {
-  int type = form == W8A8 ? INT8 : BF16;
-  long steps = steps_of(type, n);
-  const char *panel = type == INT8 ? codes : space, *last = 0;
-  if (type == BF16) {
-    unpack_unit(form, BF16, 64, codes, n, space);
-    memset(space + n * 128, 0, (steps * 32 - n) * 128);
-  } else if (n % 64) {
-    last = memset(space, 0, 64 * 64);
-    memcpy(space, codes + n / 64 * 64 * 64, n % 64 * 64);
-  }
-  for (long m = 0; m < M; m += 16) {
-    wide_steps(type, parts, x + m * a->width, panel, steps, last, c);
-    scale_rows(type, f, c, least(M - m, 16), sums_x + m * a->units, a->units, sums + m * 64);
-  }
-}
 INLINE void units_into_tiles(int type, int parts, const Narrow *a, const float *line, char *x,
                              long m) {
   for (long u = 0; u < a->units; u++) {
@@ -713,20 +695,14 @@ static float ready_row(int bf, int type, const Narrow *a, const char *x, float *
   return scale + 0 * total;
 }
 // The panel at `column` times M rows of x, unit by unit: sums[M][64].
-INLINE void panel_rows(int form, int type, int parts, const Narrow *a, long column, const char *x,
-                       long M, const float *sums_x, char *space, float *c_tiles, float *sums) {
+INLINE void panel_rows(int form, int type, const Narrow *a, long column, const char *x, long M,
+                       const float *sums_x, char *space, float *sums) {
   long groups = (a->K + a->group - 1) / a->group;
   memset(sums, 0, M * 64 * 4);
   for (long u = 0, k = 0; u < a->units; u++, k += a->unit) {
     long n = least(a->unit, a->KP - k);
     const char *codes = a->codes + (column * a->KP + k * 64) * bits_of(form) / 8;
     const char *at = x + k * 4 / in_word(type);
-    if (tiles) {
-      long place = column * groups + k / a->group * 64;
-      Factors f[2] = {factors(a, place), factors(a, place + NC)};
-      unit_tiles(form, parts, a, f, codes, x + u * a->step, M, n, sums_x + u, space, c_tiles, sums);
-      continue;
-    }
     f32n c[2][PARTS];
     int offset = type == INT8 ? OFFSET : 0;
     if (M == 1) tile_codes(form, type, codes, at, n, c[0]);
@@ -738,6 +714,32 @@ INLINE void panel_rows(int form, int type, int parts, const Narrow *a, long colu
       }
       unpack_unit(form, type, NC, codes + h * 128, n, space);
       all_rows(type, a, &f, space, at, M, n, sums_x + u, sums + h * NC);
+    }
+  }
+}
+// The same with tiles. A widened unit is padded to whole steps; 8-bit codes for integers are tiles as
+// they lie.
+INLINE void panel_tiles(int form, int parts, const Narrow *a, long column, const char *x, long M,
+                        const float *sums_x, char *space, float *c, float *sums) {
+  int type = form == W8A8 ? INT8 : BF16;
+  long groups = (a->K + a->group - 1) / a->group;
+  memset(sums, 0, M * 64 * 4);
+  for (long u = 0, k = 0; u < a->units; u++, k += a->unit) {
+    long n = least(a->unit, a->KP - k), steps = steps_of(type, n);
+    long place = column * groups + k / a->group * 64;
+    const char *panel = a->codes + (column * a->KP + k * 64) * bits_of(form) / 8, *last = 0;
+    if (type == BF16) {
+      unpack_unit(form, BF16, 64, panel, n, space);
+      panel = space;
+      memset(space + n * 128, 0, steps * 4096 - n * 128);
+    } else if (n % 64) {
+      last = memset(space, 0, 4096);
+      memcpy(space, panel + n / 64 * 4096, n % 64 * 64);
+    }
+    Factors f[2] = {factors(a, place), factors(a, place + NC)};
+    for (long m = 0; m < M; m += 16) {
+      wide_steps(type, parts, x + m * a->width + u * a->step, panel, steps, last, c);
+      scale_rows(type, f, c, least(M - m, 16), sums_x + m * a->units + u, a->units, sums + m * 64);
     }
   }
 }
@@ -785,8 +787,8 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
   for (long i; (i = next(t)) < shares * blocks;) {
     long m0 = i / shares * 128, m1 = least(a->T, m0 + 128), p0 = i % shares * step;
     for (long p = p0; p < least(panels, p0 + step); p++) {
-      panel_rows(form, type, parts, a, p * 64, x + m0 * row, m1 - m0, sums_x + m0 * a->units, space,
-                 c, sums);
+      if (tiles) panel_tiles(form, parts, a, p * 64, x + m0 * row, m1 - m0, sums_x + m0 * a->units, space, c, sums);
+      else panel_rows(form, type, a, p * 64, x + m0 * row, m1 - m0, sums_x + m0 * a->units, space, sums);
       for (long m = m0; m < m1; m++) for (long j = 0; j < 64 && p * 64 + j < a->N; j += 16) {
         f32s v = *(f32s *)(sums + (m - m0) * 64 + j) * scales[m];
         if (a->bias) v += get(bf, a->bias, p * 64 + j, a->N);
