@@ -304,10 +304,10 @@ INLINE f32n dot2(f32n acc, u32n w, u32n x) {
 // Integers, for int8 weights times int8 activations. VNNI: four unsigned times four signed bytes in
 // a lane, added to an int32. Other CPUs: two 16-bit numbers in a lane. Both are exact.
 #if defined __AVX512VNNI__ || defined __AVXVNNI__
-enum { BYTES = 4, OFFSET = 128 };  // integers in a word, and what was added to the codes
+enum { BYTES = 4 };  // integers in a word
 typedef int8_t integers __attribute__((vector_size(16)));
 #else
-enum { BYTES = 2, OFFSET = 0 };
+enum { BYTES = 2 };
 typedef int16_t integers __attribute__((vector_size(32)));
 #endif
 INLINE i32n dot_bytes(i32n acc, u32n w, u32n x) {
@@ -366,7 +366,9 @@ static int tiles;  // may this process use them?
 __attribute__((constructor)) static void ask_for_tiles(void) {  // Linux keeps 8 KB more per thread
   tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 }
-static void begin_tiles(long rows) {  // fewer rows are multiplied faster
+// Returns the mode of other arithmetic until `end_tiles`: like that of tiles, which knows no numbers
+// below 2^-126. Fewer rows are multiplied faster.
+static unsigned begin_tiles(long rows) {
   struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {1};
   for (int i = 0; i < 8; i++) {
     shape.bytes[i] = 64;
@@ -374,13 +376,11 @@ static void begin_tiles(long rows) {  // fewer rows are multiplied faster
   }
   __asm__ volatile("" ::: "memory");  // the intrinsics do not say what memory they read
   _tile_loadconfig(&shape);
-}
-static void end_tiles(void) { _tile_release(); }
-INLINE unsigned flush_denormals(void) {
   unsigned mode = _mm_getcsr();
   _mm_setcsr(mode | 0x8040);
   return mode;
 }
+static void end_tiles(unsigned mode) { _tile_release(); _mm_setcsr(mode); }
 OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
                         long steps, const char *last, float *c) {
   __asm__ volatile("" ::: "memory");
@@ -419,8 +419,8 @@ OUTLINE void wide_steps(int type, int parts, const char *x, const char *panel, l
 }
 #else
 enum { tiles = 0 };
-static void begin_tiles(long rows) {}
-static void end_tiles(void) {}
+static unsigned begin_tiles(long rows) { return 0; }
+static void end_tiles(unsigned mode) {}
 INLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
                        long steps, const char *last, float *c) {}
 INLINE void wide_steps(int type, int parts, const char *x, const char *panel, long steps,
@@ -468,9 +468,11 @@ INLINE long linear_shared(int bf, long T, long K) {  // bytes of x in two parts,
 // The same with tiles. A last step of less than 32 k is copied and padded. Up to 16 rows of x are
 // copied by every thread for itself, which is faster than to wait for one another.
 INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
-                         long T, long N, long K, long ldx, int bf_out, long step, long groups) {
-  long steps = (K + 31) / 32, width = steps * 64 * (2 - bf), alone = T <= 16;
-  long rest = K % 32 * NC * 2, blocks = (T + 255) / 256;
+                         long T, long N, long K, long ldx, int bf_out) {
+  long steps = (K + 31) / 32, rest = K % 32 * NC * 2, width = steps * 64 * (2 - bf), alone = T <= 16;
+  long panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
+  step = most(1, least(step, (1 << 20) / (K * NC * 2)));  // 1 MB of panels
+  long groups = (panels + step - 1) / step, blocks = (T + 255) / 256;
   char *last = room(&own, 64 * NC + PAIR_ROWS * NC * 4 + alone * 16 * width);
   float *c = (float *)(last + 64 * NC);
   char *own_x = (char *)(c + PAIR_ROWS * NC), *in = alone ? own_x : (char *)t->shared;
@@ -479,12 +481,12 @@ INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const ch
       into_tiles(2 - bf, in_tiles(in, width, 2 - bf, m, k * 2),
                  k < K ? get(bf, x + m * ldx * size_of(bf), k, K) : splat(0));
   if (!alone) barrier(t);
-  begin_tiles(T);
+  unsigned mode = begin_tiles(T);
   memset(last, 0, 64 * NC);
   for (long i; (i = next(t)) < groups * blocks;) {
     long p0 = i % groups * step, m0 = i / groups * 256, m1 = least(T, m0 + 256);
     for (long m = m0; m < m1; m += PAIR_ROWS)
-      for (long p = p0; p < least(panels_of(N), p0 + step); p++) {
+      for (long p = p0; p < least(panels, p0 + step); p++) {
         const char *panel = w + p * K * NC * 2;
         if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
         pair_steps(2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, steps, rest ? last : 0, c);
@@ -492,17 +494,13 @@ INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const ch
           linear_row(bf, bf_out, (f32s *)(c + r * NC), bias, out + (m + r) * N * size_of(bf_out), p * NC, N);
       }
   }
-  end_tiles();
+  end_tiles(mode);
 }
 INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
                    long T, long N, long K, long ldx, int bf_out) {
   long panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
-  if (tiles) step = most(1, least(step, (1 << 20) / (K * NC * 2)));
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
-  if (tiles) {
-    linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, bf_out, step, groups);
-    return;
-  }
+  if (tiles) { linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, bf_out); return; }
   char *low = (char *)t->shared + T * K * 2;
   if (!bf) {
     char *high = (char *)t->shared;
@@ -532,10 +530,6 @@ INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bi
 //     4 bits   k = 7 5 3 1 | 6 4 2 0         8 bits   k = 3 1 | 2 0
 // One row of x: a word is widened in a register and used there. More rows: half a panel is widened
 // into the first-level cache, a unit of up to 128 k at a time, as a panel of `tile`.
-#ifndef AHEAD
-#define AHEAD 8192
-#endif
-enum { MAX_UNIT = 128 };
 enum { W4, W8, WF8, W8A8 };  // forms of a weight; W8A8: of 8 bits, and x is rounded to int8 as well
 typedef struct {
   const char *x, *codes, *scales, *mins, *bias; const int64_t *inputs; char *out;
@@ -591,7 +585,7 @@ INLINE void tile_codes(int form, int type, const char *codes, const char *x, lon
 INLINE void unpack_unit(int form, int type, int columns, const char *codes, long n, char *panel) {
   long per = 32 / bits_of(form);
   for (long k = 0; k < n; k += per, codes += 256) {
-    for (int b = 0; columns == 64 && b < 256; b += 64) __builtin_prefetch(codes + AHEAD + b);
+    for (int b = 0; columns == 64 && b < 256; b += 64) __builtin_prefetch(codes + 8192 + b);
     for (int i = 0; i < per / in_word(type); i++)
       for (int j = 0; j < columns / LANES; j++, panel += sizeof(u32n))
         *(u32n *)panel = unpack(form, type, ((const u32n *)codes)[j], i);
@@ -614,11 +608,10 @@ INLINE Factors factors(const Narrow *a, long at) {
   }
   return f;
 }
-INLINE void scale_unit(int type, int offset, const Factors *f, const f32n *c, float sum_x,
-                       f32n *sums) {
+INLINE void scale_unit(int type, const Factors *f, const f32n *c, float sum_x, f32n *sums) {
   for (int j = 0; j < PARTS; j++) {
     f32n v = type == INT8 ? __builtin_convertvector((i32n)c[j], f32n) : c[j];
-    if (offset) v -= offset * sum_x;
+    if (type == INT8 && BYTES == 4 && !tiles) v -= 128 * sum_x;
     sums[j] = sums[j] + f->mins[j] * sum_x + f->scales[j] * v;
   }
 }
@@ -627,7 +620,7 @@ INLINE void unit_rows(int R, int type, const Narrow *a, const Factors *f, const 
   f32n c[ROWS][PARTS];
   tile(type, R, panel, x, a->KP, n, c);
   for (int r = 0; r < R; r++)
-    scale_unit(type, type == INT8 ? OFFSET : 0, f, c[r], sums_x[r * a->units], (f32n *)(sums + r * 64));
+    scale_unit(type, f, c[r], sums_x[r * a->units], (f32n *)(sums + r * 64));
 }
 static __attribute__((noinline)) void all_rows(int type, const Narrow *a, const Factors *f,
     const char *panel, const char *x, long M, long n, const float *sums_x, float *sums) {
@@ -645,14 +638,10 @@ INLINE integers to_integers(f32s v) {  // in the order of the codes
 OUTLINE void scale_rows(int type, const Factors *f, const float *c, long rows, const float *sums_x,
                         long units, float *sums) {
   Factors low = f[0], high = f[1];  // in registers: nothing that is written below can be they
-  for (long r = 0; r < rows; r++, sums_x += units, c += 64, sums += 64)
-    if (type == INT8) {
-      scale_unit(INT8, 0, &low, (f32n *)c, *sums_x, (f32n *)sums);
-      scale_unit(INT8, 0, &high, (f32n *)(c + NC), *sums_x, (f32n *)(sums + NC));
-    } else {
-      scale_unit(BF16, 0, &low, (f32n *)c, *sums_x, (f32n *)sums);
-      scale_unit(BF16, 0, &high, (f32n *)(c + NC), *sums_x, (f32n *)(sums + NC));
-    }
+  for (long r = 0; r < rows; r++, sums_x += units, c += 64, sums += 64) {
+    scale_unit(type, &low, (f32n *)c, *sums_x, (f32n *)sums);
+    scale_unit(type, &high, (f32n *)(c + NC), *sums_x, (f32n *)(sums + NC));
+  }
 }
 INLINE void units_into_tiles(int type, int parts, const Narrow *a, const float *line, char *x,
                              long m) {
@@ -709,14 +698,10 @@ INLINE void panel_rows(int form, int type, const Narrow *a, long column, const c
     const char *codes = a->codes + (column * a->KP + k * 64) * bits_of(form) / 8;
     const char *at = x + k * 4 / in_word(type);
     f32n c[2][PARTS];
-    int offset = type == INT8 ? OFFSET : 0;
     if (M == 1) tile_codes(form, type, codes, at, n, c[0]);
     for (int h = 0; h < 2; h++) {
       Factors f = factors(a, column * groups + k / a->group * 64 + h * NC);
-      if (M == 1) {
-        scale_unit(type, offset, &f, c[h], sums_x[u], (f32n *)(sums + h * NC));
-        continue;
-      }
+      if (M == 1) { scale_unit(type, &f, c[h], sums_x[u], (f32n *)(sums + h * NC)); continue; }
       unpack_unit(form, type, NC, codes + h * 128, n, space);
       all_rows(type, a, &f, space, at, M, n, sums_x + u, sums + h * NC);
     }
@@ -726,19 +711,22 @@ INLINE void panel_rows(int form, int type, const Narrow *a, long column, const c
 // of the tiles: even and odd k of each 32 apart, their sum is added. x: in fp32, `parts` rows of it.
 INLINE void codes_as_tiles(int form, int parts, const char *codes, const float *x, long next, long n,
                            f32n *c) {
-  long per = 32 / bits_of(form);
-  for (int j = 0; j < 2 * PARTS; j++) c[j] = (f32n){};
-  for (long k = 0; k < n;) {
-    f32n a[2][2][2 * PARTS] = {};
-    for (long end = least(n, k + 32); k < end; k += per, codes += 256) {
-      for (int b = 0; b < 256; b += 64) __builtin_prefetch(codes + 2048 + b);
-      for (int i = 0; i < per; i++) for (int j = 0; j < 2 * PARTS; j++) {
-        f32n w = number(form, ((const u32n *)codes)[j], i / 2 + i % 2 * per / 2);
-        for (int part = 0; part < parts; part++) a[part][i % 2][j] += w * x[part * next + k + i];
+  long per = 32 / bits_of(form), J = form == W4 ? 4 / parts : 4;  // registers of columns at a time
+  for (int j0 = 0; j0 < 2 * PARTS; j0 += J) {
+    const u32n *w = (const u32n *)codes + j0;
+    f32n sum[4] = {};
+    for (long k = 0; k < n;) {
+      f32n a[2][2][4] = {};
+      for (long end = least(n, k + 32); k < end; k += per, w += 2 * PARTS) {
+        if (!j0) for (int b = 0; b < 256; b += 64) __builtin_prefetch((const char *)w + 2048 + b);
+        for (int i = 0; i < per; i++) for (int j = 0; j < J; j++) {
+          f32n code = number(form, w[j], i / 2 + i % 2 * per / 2);
+          for (int p = 0; p < parts; p++) a[p][i % 2][j] += code * x[p * next + k + i];
+        }
       }
+      for (int p = 0; p < parts; p++) for (int j = 0; j < J; j++) sum[j] += a[p][0][j] + a[p][1][j];
     }
-    for (int part = 0; part < parts; part++)
-      for (int j = 0; j < 2 * PARTS; j++) c[j] += a[part][0][j] + a[part][1][j];
+    for (int j = 0; j < J; j++) c[j0 + j] = sum[j];
   }
 }
 // The same with tiles. A widened unit is padded to whole steps; 8-bit codes for integers are tiles as
@@ -784,15 +772,13 @@ INLINE int narrow_parts(int bf, int form) { return form == W8A8 || bf ? 1 : 2; }
 // The rest of a Narrow. A unit lies within a group. It ends after 128 k where it is widened into the
 // first-level cache; integers that need not be widened are summed over up to 16384 k.
 static void size_up(int bf, int form, Narrow *a) {
-  long limit = !tiles ? 128 : form == W8A8 ? 16384 : MAX_UNIT;
+  long limit = tiles && form == W8A8 && (a->group >= a->K || a->group <= 16384) ? 16384 : 128;
   a->KP = round_up(a->K, 8);
-  a->unit = round_up(a->group, 8);
-  if (a->unit > limit) a->unit = a->group >= a->K || a->group % limit == 0 ? limit : 128;
-  a->unit = least(a->unit, a->KP);
+  a->unit = least(least(round_up(a->group, 8), limit), a->KP);
   a->units = (a->KP + a->unit - 1) / a->unit;
   a->width = a->KP * 4 / in_word(narrow_type(bf, form));
-  if (tiles)
-    a->width = a->units * (a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE * narrow_parts(bf, form)) / 16;
+  a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE * narrow_parts(bf, form);
+  if (tiles) a->width = a->units * a->step / 16;
   a->shared = round_up(a->T, 16) * a->width + a->T * (a->units + 1) * 4;
 }
 INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
@@ -801,9 +787,9 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
   long shares = (panels + step - 1) / step, blocks = (a->T + 127) / 128;
   // Of this thread: a widened unit, the sums of a block, a row in fp32. Then x: a few rows are made
   // ready by every thread for itself, which is faster than to wait for one another.
-  long alone = a->T <= 4, fixed = round_up((NC * MAX_UNIT + 128 * 64 + 32 * NC + 2 * a->KP + 32) * 4, 64);
+  long alone = a->T <= 4, fixed = round_up((NC * 128 + 256 * 64 + 2 * a->KP + 32) * 4, 64);
   char *space = room(&own, fixed + alone * a->shared);
-  float *sums = (float *)(space + NC * MAX_UNIT * 4), *c = sums + 128 * 64, *line = c + 32 * NC;
+  float *sums = (float *)(space + NC * 128 * 4), *c = sums + 128 * 64, *line = c + 32 * NC;
   char *x = alone ? space + fixed : (char *)t->shared;
   long row = a->width;
   float *sums_x = (float *)(x + round_up(a->T, 16) * row), *scales = sums_x + a->T * a->units;
@@ -819,8 +805,7 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
     *(f32s *)(line + round_up(a->KP, 16) + k) = load16(BF16, two + A_TILE);
   }
   if (!alone) barrier(t);
-  unsigned mode = tiles ? flush_denormals() : 0;
-  if (tiles) begin_tiles(a->T);
+  unsigned mode = tiles ? begin_tiles(a->T) : 0;
   for (long i; (i = next(t)) < shares * blocks;) {
     long m0 = i / shares * 128, m1 = least(a->T, m0 + 128), p0 = i % shares * step;
     for (long p = p0; p < least(panels, p0 + step); p++) {
@@ -833,7 +818,7 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
       }
     }
   }
-  if (tiles) end_tiles(), _mm_setcsr(mode);
+  if (tiles) end_tiles(mode);
 }
 // ---- attention over the paged cache: one chunk --------------------------------------------------
 // Positions are taken in chunks of 128. Each chunk is a complete small attention: the largest score
