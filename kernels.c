@@ -308,10 +308,10 @@ INLINE f32n dot2(f32n acc, u32n w, u32n x) {
 // Integers, for int8 weights times int8 activations. VNNI: four unsigned times four signed bytes in
 // a lane, added to an int32. Other CPUs: two 16-bit numbers in a lane. Both are exact.
 #if defined __AVX512VNNI__ || defined __AVXVNNI__
-enum { BYTES = 4, OFFSET = 128 };  // integers in a word, and what was added to the codes
+enum { BYTES = 4 };  // integers in a word
 typedef int8_t integers __attribute__((vector_size(16)));
 #else
-enum { BYTES = 2, OFFSET = 0 };
+enum { BYTES = 2 };
 typedef int16_t integers __attribute__((vector_size(32)));
 #endif
 INLINE i32n dot_bytes(i32n acc, u32n w, u32n x) {
@@ -370,7 +370,9 @@ static int tiles;  // may this process use them?
 __attribute__((constructor)) static void ask_for_tiles(void) {  // Linux keeps 8 KB more per thread
   tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 }
-static void begin_tiles(long rows) {  // fewer rows are multiplied faster
+// Returns the mode of other arithmetic until `end_tiles`: like that of tiles, which knows no numbers
+// below 2^-126. Fewer rows are multiplied faster.
+static unsigned begin_tiles(long rows) {
   struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {1};
   for (int i = 0; i < 8; i++) {
     shape.bytes[i] = 64;
@@ -378,16 +380,19 @@ static void begin_tiles(long rows) {  // fewer rows are multiplied faster
   }
   __asm__ volatile("" ::: "memory");  // the intrinsics do not say what memory they read
   _tile_loadconfig(&shape);
+  unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | 0x8040);
+  return mode;
 }
-static void end_tiles(void) { _tile_release(); }
+static void end_tiles(unsigned mode) { _tile_release(); _mm_setcsr(mode); }
 OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
                         long steps, const char *last, float *c) {
   __asm__ volatile("" ::: "memory");
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   for (long i = 0; i < steps; i++, panel += 64 * NC) {
     if (i == steps - 1 && last) panel = last;
-    _tile_loadd(4, panel, 4 * NC);
-    _tile_loadd(5, panel + 64, 4 * NC);
+    _tile_stream_loadd(4, panel, 4 * NC);  // leaves the first-level cache to x
+    _tile_stream_loadd(5, panel + 64, 4 * NC);
     for (int part = 0; part < parts; part++, x += A_TILE) {
       _tile_loadd(6, x, 64);
       _tile_dpbf16ps(0, 6, 4); _tile_dpbf16ps(1, 6, 5);
@@ -418,8 +423,8 @@ OUTLINE void wide_steps(int type, int parts, const char *x, const char *panel, l
 }
 #else
 enum { tiles = 0 };
-static void begin_tiles(long rows) {}
-static void end_tiles(void) {}
+static unsigned begin_tiles(long rows) { return 0; }
+static void end_tiles(unsigned mode) {}
 INLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
                        long steps, const char *last, float *c) {}
 INLINE void wide_steps(int type, int parts, const char *x, const char *panel, long steps,
@@ -460,9 +465,6 @@ INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char
     linear_row(bf, bf_out, (f32s *)c[r], bias, out + r * ldo * size_of(bf_out), column, N);
   }
 }
-INLINE long tile_block(long width) {  // rows of x that stay in the second-level cache
-  return most(64, least(512, (1 << 20) / width / PAIR_ROWS * PAIR_ROWS));
-}
 INLINE long linear_shared(int bf, long T, long K) {  // bytes of x in two parts, or in tiles
   if (tiles) return round_up(T, 16) * round_up(K, 32) * (bf ? 2 : 4);
   return bf ? 0 : T * K * 4;
@@ -470,10 +472,11 @@ INLINE long linear_shared(int bf, long T, long K) {  // bytes of x in two parts,
 // The same with tiles. A last step of less than 32 k is copied and padded. Up to 16 rows of x are
 // copied by every thread for itself, which is faster than to wait for one another.
 INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
-                         long T, long N, long K, long ldx, long ldo, int bf_out, long step,
-                         long groups) {
-  long steps = (K + 31) / 32, width = steps * 64 * (2 - bf), alone = T <= 16;
-  long rest = K % 32 * NC * 2, block = tile_block(width), blocks = (T + block - 1) / block;
+                         long T, long N, long K, long ldx, long ldo, int bf_out) {
+  long steps = (K + 31) / 32, rest = K % 32 * NC * 2, width = steps * 64 * (2 - bf);
+  long alone = T <= 16, panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
+  step = most(1, least(step, (1 << 20) / (K * NC * 2)));  // 1 MB of panels
+  long groups = (panels + step - 1) / step, blocks = (T + 255) / 256;
   char *last = room(&own, 64 * NC + PAIR_ROWS * NC * 4 + alone * 16 * width);
   float *c = (float *)(last + 64 * NC);
   char *own_x = (char *)(c + PAIR_ROWS * NC), *in = alone ? own_x : (char *)t->shared;
@@ -482,31 +485,27 @@ INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const ch
       into_tiles(2 - bf, in_tiles(in, width, 2 - bf, m, k * 2),
                  k < K ? get(bf, x + m * ldx * size_of(bf), k, K) : splat(0));
   if (!alone) barrier(t);
-  begin_tiles(T);
+  unsigned mode = begin_tiles(T);
   memset(last, 0, 64 * NC);
   for (long i; (i = next(t)) < groups * blocks;) {
-    long p0 = i % groups * step, m0 = i / groups * block, m1 = least(T, m0 + block);
-    for (long p = p0; p < least(panels_of(N), p0 + step); p++) {
-      const char *panel = w + p * K * NC * 2;
-      if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
-      for (long m = m0; m < m1; m += PAIR_ROWS) {
+    long p0 = i % groups * step, m0 = i / groups * 256, m1 = least(T, m0 + 256);
+    for (long m = m0; m < m1; m += PAIR_ROWS)
+      for (long p = p0; p < least(panels, p0 + step); p++) {
+        const char *panel = w + p * K * NC * 2;
+        if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
         pair_steps(2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, steps, rest ? last : 0, c);
         for (long r = 0; r < least(m1 - m, PAIR_ROWS); r++)
           linear_row(bf, bf_out, (f32s *)(c + r * NC), bias,
                      out + (m + r) * ldo * size_of(bf_out), p * NC, N);
       }
-    }
   }
-  end_tiles();
+  end_tiles(mode);
 }
 INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
                    long T, long N, long K, long ldx, long ldo, int bf_out) {
   long panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
-  if (tiles) {
-    linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, ldo, bf_out, step, groups);
-    return;
-  }
+  if (tiles) { linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, ldo, bf_out); return; }
   char *low = (char *)t->shared + T * K * 2;
   if (!bf) {
     char *high = (char *)t->shared;
@@ -536,10 +535,6 @@ INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bi
 //     4 bits   k = 7 5 3 1 | 6 4 2 0         8 bits   k = 3 1 | 2 0
 // One row of x: a word is widened in a register and used there. More rows: half a panel is widened
 // into the first-level cache, a unit of up to 128 k at a time, as a panel of `tile`.
-#ifndef AHEAD
-#define AHEAD 8192
-#endif
-enum { MAX_UNIT = 128 };
 enum { W4, W8, WF8, W8A8 };  // forms of a weight; W8A8: of 8 bits, and x is rounded to int8 as well
 typedef struct {
   const char *x, *codes, *scales, *mins, *bias; const int64_t *inputs; char *out;
@@ -595,7 +590,7 @@ INLINE void tile_codes(int form, int type, const char *codes, const char *x, lon
 INLINE void unpack_unit(int form, int type, int columns, const char *codes, long n, char *panel) {
   long per = 32 / bits_of(form);
   for (long k = 0; k < n; k += per, codes += 256) {
-    for (int b = 0; columns == 64 && b < 256; b += 64) __builtin_prefetch(codes + AHEAD + b);
+    for (int b = 0; columns == 64 && b < 256; b += 64) __builtin_prefetch(codes + 8192 + b);
     for (int i = 0; i < per / in_word(type); i++)
       for (int j = 0; j < columns / LANES; j++, panel += sizeof(u32n))
         *(u32n *)panel = unpack(form, type, ((const u32n *)codes)[j], i);
@@ -618,11 +613,10 @@ INLINE Factors factors(const Narrow *a, long at) {
   }
   return f;
 }
-INLINE void scale_unit(int type, int offset, const Factors *f, const f32n *c, float sum_x,
-                       f32n *sums) {
+INLINE void scale_unit(int type, const Factors *f, const f32n *c, float sum_x, f32n *sums) {
   for (int j = 0; j < PARTS; j++) {
     f32n v = type == INT8 ? __builtin_convertvector((i32n)c[j], f32n) : c[j];
-    if (offset) v -= offset * sum_x;
+    if (type == INT8 && BYTES == 4 && !tiles) v -= 128 * sum_x;
     sums[j] = sums[j] + f->mins[j] * sum_x + f->scales[j] * v;
   }
 }
@@ -631,7 +625,7 @@ INLINE void unit_rows(int R, int type, const Narrow *a, const Factors *f, const 
   f32n c[ROWS][PARTS];
   tile(type, R, panel, x, a->KP, n, c);
   for (int r = 0; r < R; r++)
-    scale_unit(type, type == INT8 ? OFFSET : 0, f, c[r], sums_x[r * a->units], (f32n *)(sums + r * 64));
+    scale_unit(type, f, c[r], sums_x[r * a->units], (f32n *)(sums + r * 64));
 }
 static __attribute__((noinline)) void all_rows(int type, const Narrow *a, const Factors *f,
     const char *panel, const char *x, long M, long n, const float *sums_x, float *sums) {
@@ -648,27 +642,10 @@ INLINE integers to_integers(f32s v) {  // in the order of the codes
 // was padded to whole steps, and so is the widened one.
 OUTLINE void scale_rows(int type, const Factors *f, const float *c, long rows, const float *sums_x,
                         long units, float *sums) {
-  for (long r = 0; r < rows; r++, sums_x += units)
-    for (int h = 0; h < 2; h++, c += NC, sums += NC)
-      if (type == INT8) scale_unit(INT8, 0, f + h, (f32n *)c, *sums_x, (f32n *)sums);
-      else scale_unit(BF16, 0, f + h, (f32n *)c, *sums_x, (f32n *)sums);
-}
-INLINE void unit_tiles(int form, int parts, const Narrow *a, const Factors *f, const char *codes,
-                       const char *x, long M, long n, const float *sums_x, char *space, float *c,
-                       float *sums) {
-  int type = form == W8A8 ? INT8 : BF16;
-  long steps = steps_of(type, n);
-  const char *panel = type == INT8 ? codes : space, *last = 0;
-  if (type == BF16) {
-    unpack_unit(form, BF16, 64, codes, n, space);
-    memset(space + n * 128, 0, (steps * 32 - n) * 128);
-  } else if (n % 64) {
-    last = memset(space, 0, 64 * 64);
-    memcpy(space, codes + n / 64 * 64 * 64, n % 64 * 64);
-  }
-  for (long m = 0; m < M; m += 16) {
-    wide_steps(type, parts, x + m * a->width, panel, steps, last, c);
-    scale_rows(type, f, c, least(M - m, 16), sums_x + m * a->units, a->units, sums + m * 64);
+  Factors low = f[0], high = f[1];  // in registers: nothing that is written below can be they
+  for (long r = 0; r < rows; r++, sums_x += units, c += 64, sums += 64) {
+    scale_unit(type, &low, (f32n *)c, *sums_x, (f32n *)sums);
+    scale_unit(type, &high, (f32n *)(c + NC), *sums_x, (f32n *)(sums + NC));
   }
 }
 INLINE void units_into_tiles(int type, int parts, const Narrow *a, const float *line, char *x,
@@ -717,31 +694,75 @@ static float ready_row(int bf, int type, const Narrow *a, const char *x, float *
   return scale + 0 * total;
 }
 // The panel at `column` times M rows of x, unit by unit: sums[M][64].
-INLINE void panel_rows(int form, int type, int parts, const Narrow *a, long column, const char *x,
-                       long M, const float *sums_x, char *space, float *c_tiles, float *sums) {
+INLINE void panel_rows(int form, int type, const Narrow *a, long column, const char *x, long M,
+                       const float *sums_x, char *space, float *sums) {
   long groups = (a->K + a->group - 1) / a->group;
   memset(sums, 0, M * 64 * 4);
   for (long u = 0, k = 0; u < a->units; u++, k += a->unit) {
     long n = least(a->unit, a->KP - k);
     const char *codes = a->codes + (column * a->KP + k * 64) * bits_of(form) / 8;
     const char *at = x + k * 4 / in_word(type);
-    if (tiles) {
-      long place = column * groups + k / a->group * 64;
-      Factors f[2] = {factors(a, place), factors(a, place + NC)};
-      unit_tiles(form, parts, a, f, codes, x + u * a->step, M, n, sums_x + u, space, c_tiles, sums);
-      continue;
-    }
     f32n c[2][PARTS];
-    int offset = type == INT8 ? OFFSET : 0;
     if (M == 1) tile_codes(form, type, codes, at, n, c[0]);
     for (int h = 0; h < 2; h++) {
       Factors f = factors(a, column * groups + k / a->group * 64 + h * NC);
-      if (M == 1) {
-        scale_unit(type, offset, &f, c[h], sums_x[u], (f32n *)(sums + h * NC));
-        continue;
-      }
+      if (M == 1) { scale_unit(type, &f, c[h], sums_x[u], (f32n *)(sums + h * NC)); continue; }
       unpack_unit(form, type, NC, codes + h * 128, n, space);
       all_rows(type, a, &f, space, at, M, n, sums_x + u, sums + h * NC);
+    }
+  }
+}
+// One row is read faster without tiles, from a register as in tile_codes. The sums run in the order
+// of the tiles: even and odd k of each 32 apart, their sum is added. x: in fp32, `parts` rows of it.
+INLINE void codes_as_tiles(int form, int parts, const char *codes, const float *x, long next, long n,
+                           f32n *c) {
+  long per = 32 / bits_of(form), J = form == W4 ? 4 / parts : 4;  // registers of columns at a time
+  for (int j0 = 0; j0 < 2 * PARTS; j0 += J) {
+    const u32n *w = (const u32n *)codes + j0;
+    f32n sum[4] = {};
+    for (long k = 0; k < n;) {
+      f32n a[2][2][4] = {};
+      for (long end = least(n, k + 32); k < end; k += per, w += 2 * PARTS) {
+        if (!j0) for (int b = 0; b < 256; b += 64) __builtin_prefetch((const char *)w + 2048 + b);
+        for (int i = 0; i < per; i++) for (int j = 0; j < J; j++) {
+          f32n code = number(form, w[j], i / 2 + i % 2 * per / 2);
+          for (int p = 0; p < parts; p++) a[p][i % 2][j] += code * x[p * next + k + i];
+        }
+      }
+      for (int p = 0; p < parts; p++) for (int j = 0; j < J; j++) sum[j] += a[p][0][j] + a[p][1][j];
+    }
+    for (int j = 0; j < J; j++) c[j0 + j] = sum[j];
+  }
+}
+// The same with tiles. A widened unit is padded to whole steps; 8-bit codes for integers are tiles as
+// they lie.
+INLINE void panel_tiles(int form, int parts, const Narrow *a, long column, const char *x,
+                        const float *line, long M, const float *sums_x, char *space, float *c,
+                        float *sums) {
+  int type = form == W8A8 ? INT8 : BF16;
+  long groups = (a->K + a->group - 1) / a->group;
+  memset(sums, 0, M * 64 * 4);
+  for (long u = 0, k = 0; u < a->units; u++, k += a->unit) {
+    long n = least(a->unit, a->KP - k), steps = steps_of(type, n);
+    long place = column * groups + k / a->group * 64;
+    const char *panel = a->codes + (column * a->KP + k * 64) * bits_of(form) / 8, *last = 0;
+    Factors f[2] = {factors(a, place), factors(a, place + NC)};
+    if (type == BF16 && a->T == 1) {
+      codes_as_tiles(form, parts, panel, line + k, round_up(a->KP, 16), n, (f32n *)c);
+      scale_rows(type, f, c, 1, sums_x + u, a->units, sums);
+      continue;
+    }
+    if (type == BF16) {
+      unpack_unit(form, BF16, 64, panel, n, space);
+      panel = space;
+      memset(space + n * 128, 0, steps * 4096 - n * 128);
+    } else if (n % 64) {
+      last = memset(space, 0, 4096);
+      memcpy(space, panel + n / 64 * 4096, n % 64 * 64);
+    }
+    for (long m = 0; m < M; m += 16) {
+      wide_steps(type, parts, x + m * a->width + u * a->step, panel, steps, last, c);
+      scale_rows(type, f, c, least(M - m, 16), sums_x + m * a->units + u, a->units, sums + m * 64);
     }
   }
 }
@@ -756,15 +777,13 @@ INLINE int narrow_parts(int bf, int form) { return form == W8A8 || bf ? 1 : 2; }
 // The rest of a Narrow. A unit lies within a group. It ends after 128 k where it is widened into the
 // first-level cache; integers that need not be widened are summed over up to 16384 k.
 static void size_up(int bf, int form, Narrow *a) {
-  long limit = !tiles ? 128 : form == W8A8 ? 16384 : MAX_UNIT;
+  long limit = tiles && form == W8A8 && (a->group >= a->K || a->group <= 16384) ? 16384 : 128;
   a->KP = round_up(a->K, 8);
-  a->unit = round_up(a->group, 8);
-  if (a->unit > limit) a->unit = a->group >= a->K || a->group % limit == 0 ? limit : 128;
-  a->unit = least(a->unit, a->KP);
+  a->unit = least(least(round_up(a->group, 8), limit), a->KP);
   a->units = (a->KP + a->unit - 1) / a->unit;
   a->width = a->KP * 4 / in_word(narrow_type(bf, form));
-  if (tiles)
-    a->width = a->units * (a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE * narrow_parts(bf, form)) / 16;
+  a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE * narrow_parts(bf, form);
+  if (tiles) a->width = a->units * a->step / 16;
   a->shared = round_up(a->T, 16) * a->width + a->T * (a->units + 1) * 4;
 }
 INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
@@ -773,9 +792,9 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
   long shares = (panels + step - 1) / step, blocks = (a->T + 127) / 128;
   // Of this thread: a widened unit, the sums of a block, a row in fp32. Then x: a few rows are made
   // ready by every thread for itself, which is faster than to wait for one another.
-  long alone = a->T <= 4, fixed = round_up((NC * MAX_UNIT + 128 * 64 + 32 * NC + a->KP + 16) * 4, 64);
+  long alone = a->T <= 4, fixed = round_up((NC * 128 + 256 * 64 + 2 * a->KP + 32) * 4, 64);
   char *space = room(&own, fixed + alone * a->shared);
-  float *sums = (float *)(space + NC * MAX_UNIT * 4), *c = sums + 128 * 64, *line = c + 32 * NC;
+  float *sums = (float *)(space + NC * 128 * 4), *c = sums + 128 * 64, *line = c + 32 * NC;
   char *x = alone ? space + fixed : (char *)t->shared;
   long row = a->width;
   float *sums_x = (float *)(x + round_up(a->T, 16) * row), *scales = sums_x + a->T * a->units;
@@ -784,13 +803,19 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
                           sums_x + m * a->units);
     if (tiles) units_into_tiles(form == W8A8 ? INT8 : BF16, parts, a, line, x, m);
   }
+  for (long k = 0; tiles && a->T == 1 && parts == 2 && k < a->KP; k += 16) {
+    char two[A_TILE + 64];  // the two parts again, as fp32
+    into_tiles(2, two, *(f32s *)(line + k));
+    *(f32s *)(line + k) = load16(BF16, two);
+    *(f32s *)(line + round_up(a->KP, 16) + k) = load16(BF16, two + A_TILE);
+  }
   if (!alone) barrier(t);
-  if (tiles) begin_tiles(a->T);
+  unsigned mode = tiles ? begin_tiles(a->T) : 0;
   for (long i; (i = next(t)) < shares * blocks;) {
     long m0 = i / shares * 128, m1 = least(a->T, m0 + 128), p0 = i % shares * step;
     for (long p = p0; p < least(panels, p0 + step); p++) {
-      panel_rows(form, type, parts, a, p * 64, x + m0 * row, m1 - m0, sums_x + m0 * a->units, space,
-                 c, sums);
+      if (tiles) panel_tiles(form, parts, a, p * 64, x + m0 * row, line, m1 - m0, sums_x + m0 * a->units, space, c, sums);
+      else panel_rows(form, type, a, p * 64, x + m0 * row, m1 - m0, sums_x + m0 * a->units, space, sums);
       for (long m = m0; m < m1; m++) for (long j = 0; j < 64 && p * 64 + j < a->N; j += 16) {
         f32s v = *(f32s *)(sums + (m - m0) * 64 + j) * scales[m];
         if (a->bias) v += get(bf, a->bias, p * 64 + j, a->N);
@@ -798,7 +823,7 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
       }
     }
   }
-  if (tiles) end_tiles();
+  if (tiles) end_tiles(mode);
 }
 // Rows ids[T] of a table (N, K) in any of these forms: the first contribution to the residual
 // stream, which is set to 0 here.
