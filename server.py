@@ -59,8 +59,7 @@ class Refused(Exception):
         self.status, self.param, self.headers = status, param, headers
 
     def body(self):
-        message = str(self)
-        message = message if len(message) <= 600 else message[:600] + " ..."
+        message = str(self) if len(str(self)) <= 600 else str(self)[:600] + " ..."
         kind = http.HTTPStatus(self.status).phrase.replace(" ", "").removesuffix("Error") + "Error"
         return {"error": {"message": message, "type": kind, "param": self.param,
                           "code": self.status}}
@@ -82,8 +81,12 @@ def to_json(value):
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "nanoserve")
 
+MOST_BRACKETS = 100_000  # reading a million lists would hold up everybody
+
 def from_json(data):
     """The object in a request's body."""
+    brackets = data.count(b"[") + data.count(b"{")
+    check(brackets <= MOST_BRACKETS, f"the body has {brackets} brackets, over {MOST_BRACKETS}")
     def refuse(word):
         raise ValueError(f"{word} is not a JSON number")
     try:
@@ -116,9 +119,9 @@ REFUSED = {
     "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "modalities": (["text"],),
     "audio": (), "chat_template": (), "continue_final_message": (False,), "documents": ([],),
-    "reasoning_effort": ("none",), "thinking_token_budget": (), "length_penalty": (1,),
-    "logits_processors": ([],), "repetition_detection": (), "prediction": (),
-    "truncate_prompt_tokens": (), "return_tokens_as_token_ids": (False,)}
+    "reasoning_effort": ("none",), "thinking_token_budget": (), "repetition_detection": (),
+    "logits_processors": ([],), "prediction": (), "truncate_prompt_tokens": (),
+    "return_tokens_as_token_ids": (False,)}
 LONGEST_LIST = {"stop": 64, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 1024}
 MOST_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -253,15 +256,16 @@ def understand(engine, body, chat):
     choices, most = len(prompts) * params.n, engine.options.max_choices
     check(choices <= most, f"{choices} completions in one request: the most is {most}", "n")
     limit, asked = read_limit(body, chat)
-    adds = typed(body, "add_special_tokens", bool, True)
+    adds, longest = typed(body, "add_special_tokens", bool, True), engine.front.max_model_len
     for i, prompt in enumerate(prompts):
         text = prompt if isinstance(prompt, str) else None
         ids = prompt if text is None else engine.encode(text, adds)
+        check(len(ids) <= longest, f"the prompt has {len(ids)} tokens, max_model_len is {longest}",
+              "prompt")
         parent, messages = engine.front.make_requests(ids, params, f"{job.id}-{i}")
         parent.prompt = text
-        length, longest = len(parent.prompt_token_ids), engine.front.max_model_len
-        check(length + (asked or 0) <= longest, f"{limit} {asked} and a prompt of {length} tokens "
-              f"exceed max_model_len {longest}", limit)
+        check(len(ids) + (asked or 0) <= longest, f"{limit} {asked} and a prompt of {len(ids)} "
+              f"tokens exceed max_model_len {longest}", limit)
         job.checked.append((parent, messages))
     return job
 
@@ -558,8 +562,7 @@ class Engine:
         asyncio.get_running_loop().add_reader(self.pipe.fileno(), self._receive)
 
     def stop(self):
-        """End the core process. It keeps nothing, so it need not be asked. Left alone, it would
-        wait for mail, and Python for it."""
+        """End the core, which keeps nothing. Left alone it waits for mail, and Python for it."""
         if self.process:
             self.process.kill()
             self.process.join()
@@ -863,9 +866,8 @@ class Routes:
         engine = self.engine
         def call(body):
             engine.check_model(body)
-            warn_of_unknown(body, {"model", "prompt", "messages", "add_special_tokens",
-                                   "return_token_strs", "add_generation_prompt",
-                                   "chat_template_kwargs"})
+            warn_of_unknown(body, CHAT_ONLY | {"model", "prompt", "add_special_tokens",
+                                               "return_token_strs"})
             if "messages" in body:
                 ids = engine.chat_ids(body)
             else:
@@ -1001,8 +1003,7 @@ class Connection(asyncio.Protocol):
 
     async def answer(self):
         """Answer one request; whatever goes wrong, the client hears of it in one sentence."""
-        result, request, routes = None, self.request, self.server.routes
-        self.extra_headers = ()
+        self.extra_headers, request, routes = (), self.request, self.server.routes
         try:
             self.extra_headers = routes.allowed_origin(request)
             result = await routes(request)
@@ -1025,8 +1026,7 @@ class Connection(asyncio.Protocol):
             log.exception({"path": request.path[:200], "status": 500})
             if self.http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # half an answer is out
                 return self.transport.abort()
-            name = type(error).__name__
-            await self.write_error(Refused(500, f"an error inside the server: {name}"))
+            await self.write_error(Refused(500, f"a {type(error).__name__} inside the server"))
         self.task = None
         self.next_request()
 

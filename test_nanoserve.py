@@ -5639,7 +5639,8 @@ def test_server_sends_usage_only_where_it_is_asked_for(served):
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 REFUSED_BODIES = [  # path, body, status, words of the message
     ("completions", b"{", 400, "JSON"), ("completions", b"[]", 400, "object"), ("completions", b"", 400, "JSON"),
-    ("completions", b"[" * 100_000, 400, "JSON"), ("completions", b"\xff\xfe", 400, "JSON"),
+    ("completions", b"[" * 100_000, 400, "JSON"),
+    ("completions", b'{"prompt": [' + b"[{" * 60_000, 400, "brackets"), ("completions", b"\xff\xfe", 400, "JSON"),
     ("completions", b'{"prompt": "x", "temperature": NaN}', 400, "NaN"),
     ("completions", b'{"prompt": "x", "temperature": 1e999}', 400, "temperature"),
     ("completions", b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, ""),
@@ -5648,7 +5649,7 @@ REFUSED_BODIES = [  # path, body, status, words of the message
     ("completions", {"prompt": [272]}, 400, "272"), ("completions", {"prompt": [2**40]}, 400, str(2**40)),
     ("completions", {"prompt": [True]}, 400, "True"), ("completions", {"prompt": ["a", []]}, 400, "prompt"),
     ("completions", {"prompt": {"a": 1}}, 400, "prompt"), ("completions", {"prompt": 7}, 400, "prompt"),
-    ("completions", {"prompt": "x" * 1024}, 400, "max_model_len"),
+    ("completions", {"prompt": "x" * 1024}, 400, "max_model_len"), ("completions", {"prompt": [7] * 99_000}, 400, "99000"),
     ("completions", {"prompt": "x" * 200_000}, 400, "max_model_len"),
     ("completions", {"prompt": "x", "max_tokens": 10**9}, 400, "max_tokens"),
     ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
