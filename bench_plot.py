@@ -173,7 +173,7 @@ def bars_svg(path, title, x_label, bars):
             out.append(f'<path d="M{at_x(min(values)):.1f} {y + 11}H{at_x(max(values)):.1f}" '
                        f'stroke="{COLORS[1]}" stroke-width="2"/>')
         out.append(text(at_x(max(values)) + 6, y + 15, label(float(f"{middle:.3g}"))))
-    out.append(text(left + wide / 2, top + tall + 36, x_label, 'text-anchor="middle"'))
+    out.append(text(WIDTH / 2, top + tall + 36, x_label, 'text-anchor="middle"'))
     Path(path).write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
 def bars_matplotlib(path, title, x_label, bars):
@@ -184,7 +184,8 @@ def bars_matplotlib(path, title, x_label, bars):
     drawn = axes.barh([*bars], middles, xerr=reach, color=COLORS[0], ecolor=COLORS[1])
     axes.bar_label(drawn, [label(float(f"{m:.3g}")) for m in middles], padding=4)
     axes.invert_yaxis()
-    axes.set(title=title, xlabel=x_label)
+    figure.suptitle(title, fontsize=12)  # over and under the names, too: both may be long
+    figure.supxlabel(x_label, fontsize=10)
     axes.margins(x=0.12)
     axes.grid(axis="x", color="#dddddd")
     axes.set_axisbelow(True)
