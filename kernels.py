@@ -1050,7 +1050,8 @@ def by_rows(quantize):
     @functools.wraps(quantize)
     def pieces(w, *args, **options):
         step = max(1, (1 << 20) // w.shape[1])
-        parts = [quantize(w[n : n + step], *args, **options) for n in range(0, len(w), step)]
+        parts = [quantize(w[n : n + step], *args, **options)
+                 for n in range(0, max(1, len(w)), step)]
         return stack(parts)
     return pieces
 

@@ -7706,6 +7706,7 @@ def check_gpu_product(module, form, N, K, group, T, dtype, inputs=False):
     module.linear(x, packed, out=wide[:, 1:-2])
     torch.testing.assert_close(wide[:, 1:-2].float(), want - bias.float(), rtol=0.01, atol=0.01 if dtype != FP32 else 1e-3)
     assert not wide[:, [0, -2, -1]].any() and module.linear(x, packed, bias).dtype == dtype
+    assert module.linear(torch.zeros(0, K, dtype=dtype), packed).shape == (0, N)
     ids = torch.tensor([N - 1, 0, 3])
     torch.testing.assert_close(module.embed(ids, packed, FP32)[0], want_rows[ids], rtol=0, atol=1e-6)
     return packed
