@@ -114,6 +114,10 @@ class QuantizedWeight:
     inputs: torch.Tensor | None = None   # int64 (K,): column k multiplies input inputs[k]
     int8_inputs: bool = False            # multiply inputs that are rounded to int8, row by row
 
+    @property
+    def shape(self):
+        return tuple(self.codes.shape)
+
     def rows(self, index):
         """Some of the rows, a slice or a tensor of ids, as a weight of their own."""
         cut = {name: as_bytes(t)[index].view(t.dtype) for name in ("codes", "scales", "mins")
@@ -1019,6 +1023,10 @@ def _paged_attention_triton(q, kv, meta, scale, window=0, softcap=0.0, lse=None)
 #   of which a multiprocessor can do only 16 per clock.
 # Simplification: no split along K for a few rows, and no repacking for the registers of one matrix
 #   instruction (Marlin does both).
+#
+# prepare_weight lays a QuantizedWeight out for one of the three, if triton_form finds that it fits.
+# What a product has no room for, minima and the scales of rows or inputs, becomes an exact step
+# after it. Other weights stay as they are: their product expands them, slowly, in every step.
 
 DEPTH = 128        # k per tile: int4 rows packed together, and the block of one fp8 scale
 
@@ -1042,7 +1050,8 @@ def by_rows(quantize):
     @functools.wraps(quantize)
     def pieces(w, *args, **options):
         step = max(1, (1 << 20) // w.shape[1])
-        parts = [quantize(w[n : n + step], *args, **options) for n in range(0, len(w), step)]
+        parts = [quantize(w[n : n + step], *args, **options)
+                 for n in range(0, max(1, len(w)), step)]
         return stack(parts)
     return pieces
 
@@ -1079,18 +1088,18 @@ def quantize_fp8(w):
     scales = (w.abs().amax(1, keepdim=True) / 448).clamp_min(1e-12)
     return QuantizedWeight((w / scales).to(torch.float8_e4m3fn), scales, w.shape[1])
 
-def int8_matmul_ref(x, weight, scale):
+def int8_matmul_ref(x, weight, scale, dtype=None):
     """x (T, K) times int8 weight (N, K), scale (N,) -> (T, N)."""
-    return (x.float() @ weight.float().T * scale.float()).to(x.dtype)
+    return (x.float() @ weight.float().T * scale.float()).to(dtype or x.dtype)
 
-def int4_matmul_ref(x, words, scales, zeros, group):
+def int4_matmul_ref(x, words, scales, zeros, group, dtype=None):
     """x (T, K) times packed 4-bit weight; scales, zeros (K / group, N); zeros None means 8."""
     codes = unpack_int4(words, x.shape[1]).float()
     zeros = torch.full_like(scales, 8.0, dtype=torch.float32) if zeros is None else zeros.float()
     spread = lambda table: table.float().repeat_interleave(group, 0)
-    return (x.float() @ ((codes - spread(zeros)) * spread(scales))).to(x.dtype)
+    return (x.float() @ ((codes - spread(zeros)) * spread(scales))).to(dtype or x.dtype)
 
-def fp8_matmul_ref(x, weight, scales, fp8_inputs=False):
+def fp8_matmul_ref(x, weight, scales, fp8_inputs=False, dtype=None):
     """x (T, K) times e4m3 weight (N, K), scales fp32 (ceil(N / 128), ceil(K / 128)) (DeepSeek-V3).
     fp8_inputs rounds x to e4m3 too, with one scale per row and 128 columns."""
     N, K = weight.shape
@@ -1100,7 +1109,7 @@ def fp8_matmul_ref(x, weight, scales, fp8_inputs=False):
         blocks = F.pad(x32, (0, -K % 128)).unflatten(1, (-1, 128))              # (T, K / 128, 128)
         step = (blocks.abs().amax(-1, keepdim=True) / 448).clamp_min(1e-12)
         x32 = ((blocks / step).to(torch.float8_e4m3fn).float() * step).flatten(1)[:, :K]
-    return (x32 @ (weight.float() * wide).T).to(x.dtype)
+    return (x32 @ (weight.float() * wide).T).to(dtype or x.dtype)
 
 @jit(do_not_specialize=["T"])
 def _int8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.constexpr,
@@ -1198,29 +1207,106 @@ def _fp8_matmul_kernel(x_ptr, w_ptr, s_ptr, y_ptr, T, N, K, stride_x, BM: tl.con
     tl.store(y_ptr + t.to(tl.int64)[:, None] * N + n[None, :], acc.to(y_ptr.dtype.element_ty),
              mask=(t < T)[:, None] & (n < N)[None, :])
 
-def _matmul_triton(kernel, name, x, N, *args, **meta):
+def _matmul_triton(kernel, name, x, N, dtype, *args, **meta):
     """Launch one of the three products, tiles by the number of rows: y (T, N)."""
     T, K = x.shape
     tile = tile_for(name, T, x.dtype)
-    y = torch.empty(T, N, dtype=x.dtype, device=x.device)
+    y = torch.empty(T, N, dtype=dtype or x.dtype, device=x.device)
     launch(kernel, (-(-N // tile["BN"]), -(-T // tile["BM"])), x, *args, y, T, N, K, x.stride(0),
            BK=DEPTH, **tile, **meta)
     return y
 
-def _int8_matmul_triton(x, weight, scale):
-    return _matmul_triton(_int8_matmul_kernel, "int8_matmul", x, len(weight), weight, scale)
+def _int8_matmul_triton(x, weight, scale, dtype=None):
+    return _matmul_triton(_int8_matmul_kernel, "int8_matmul", x, len(weight), dtype, weight, scale)
 
-def _int4_matmul_triton(x, words, scales, zeros, group):
+def _int4_matmul_triton(x, words, scales, zeros, group, dtype=None):
     bias = {torch.bfloat16: 128.0, torch.float16: 1024.0}.get(x.dtype, 0.0)
-    return _matmul_triton(_int4_matmul_kernel, "int4_matmul", x, words.shape[1], words, scales,
-                          zeros, GROUP=group, BIAS=bias)
+    return _matmul_triton(_int4_matmul_kernel, "int4_matmul", x, words.shape[1], dtype, words,
+                          scales, zeros, GROUP=group, BIAS=bias)
 
-def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False):
+def _fp8_matmul_triton(x, weight, scales, fp8_inputs=False, dtype=None):
     bits = arch() not in NATIVE_FP8
     require(not (bits and fp8_inputs), f"fp8 inputs need a GPU with fp8 units, not {arch()}")
     weight = weight.view(torch.uint8) if bits else weight
-    return _matmul_triton(_fp8_matmul_kernel, "fp8_matmul", x, len(weight), weight, scales,
+    return _matmul_triton(_fp8_matmul_kernel, "fp8_matmul", x, len(weight), dtype, weight, scales,
                           BITS=bits, FP8_INPUTS=fp8_inputs)
+
+def int4_fits(K, group):
+    """Can int4_matmul take groups of this many of K columns?"""
+    return K % group == 0 and group >= 16 and (group % DEPTH == 0 or DEPTH % group == 0)
+
+def triton_form(weight):
+    """Which product multiplies a QuantizedWeight: "int4", "int8", "w8a8" (int8 with rounded inputs)
+    or "fp8"; None where no product can, and the reference has to.
+    4 bits: groups that int4_matmul takes, any minima. int8: one scale per row, no minima. e4m3: one
+    scale per row, or one per 128 x 128 block, which the rows of a block repeat."""
+    (_, K), group, kind = weight.shape, weight.group, weight.codes.dtype
+    if weight.bits == 4 and not weight.int8_inputs:
+        return "int4" if int4_fits(K, group) else None
+    if kind == torch.int8 and group >= K and weight.mins is None:
+        return "w8a8" if weight.int8_inputs else "int8"
+    if kind != torch.float8_e4m3fn or weight.mins is not None or weight.int8_inputs:
+        return None
+    repeated = weight.scales[::DEPTH].repeat_interleave(DEPTH, 0)[: len(weight.scales)]
+    blocks = group == DEPTH and torch.equal(repeated, weight.scales)
+    return "fp8" if group >= K or blocks else None
+
+def pack_triton(weight):
+    """A QuantizedWeight that triton_form accepts as a TritonWeight. Unsigned 4-bit codes become
+    signed, which the minima make up for: they vanish if the codes were symmetric around 8."""
+    form, (N, K), codes, mins = triton_form(weight), weight.shape, weight.codes, weight.mins
+    scales, rows = weight.scales.float(), None
+    if form == "int4":
+        unsigned = codes.dtype == torch.uint8
+        if unsigned:
+            mins = (0 if mins is None else mins) + 8 * scales
+        mins = mins if mins is not None and mins.any() else None
+        step = max(1, (1 << 24) // K)          # the wide copies stay small
+        codes = torch.cat([pack_int4((codes[n : n + step] + (0 if unsigned else 8)).T)
+                           for n in range(0, N, step)], 1)
+        scales = scales.T.contiguous()
+        short = scales.to(torch.bfloat16)
+        scales = short if torch.equal(short.float(), scales) else scales
+    elif form == "fp8" and weight.group < K:
+        scales = scales[::DEPTH].contiguous()
+    elif form == "fp8":
+        rows, scales = scales[:, 0], scales.new_ones(-(-N // DEPTH), -(-K // DEPTH))
+    else:
+        scales = scales[:, 0].contiguous()
+    return TritonWeight(codes.contiguous(), scales, rows, mins, weight.inputs, (N, K),
+                        weight.group, form)
+
+def linear_triton(x, weight, bias=None):
+    """x (T, K) times a TritonWeight, plus bias (N,) -> (T, N) fp32."""
+    x, wide = x if weight.inputs is None else x[:, weight.inputs], torch.float32
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if weight.form == "int4":
+        y = int4_matmul(x, weight.codes, weight.scales, None, weight.group, wide)
+        if weight.mins is not None:            # (T, groups) times (N, groups): small
+            y += x.float().unflatten(1, (-1, weight.group)).sum(2) @ weight.mins.T
+    elif weight.form == "fp8":
+        y = fp8_matmul(x, weight.codes, weight.scales, False, wide)
+        y = y if weight.rows is None else y * weight.rows
+    elif weight.form == "w8a8":                # bf16 holds the codes of the inputs exactly
+        rounded = quantize_int8(x)
+        y = int8_matmul(rounded.codes.to(torch.bfloat16), weight.codes, weight.scales, wide)
+        y *= rounded.scales
+    else:
+        y = int8_matmul(x, weight.codes, weight.scales, wide)
+    return y if bias is None else y + bias.float()
+
+def unpack_triton(weight, ids):
+    """Rows ids (T,) of a TritonWeight as a QuantizedWeight; the inverse of pack_triton."""
+    K, group, mins = weight.shape[1], weight.group, weight.mins
+    if weight.form == "int4":
+        codes = (unpack_int4(weight.codes[:, ids], K).T - 8).to(torch.int8)
+        return QuantizedWeight(codes, weight.scales[:, ids].T.float(), group, 4,
+                               None if mins is None else mins[ids], weight.inputs)
+    blocks = weight.form == "fp8" and weight.rows is None
+    scales = weight.scales if weight.rows is None else weight.rows
+    codes = as_bytes(weight.codes)[ids].view(weight.codes.dtype)
+    return QuantizedWeight(codes, scales[ids // DEPTH] if blocks else scales[ids, None], group,
+                           inputs=weight.inputs, int8_inputs=weight.form == "w8a8")
 
 
 # ==================================================================================================
@@ -1600,30 +1686,30 @@ def check_product(name, x, weight, K, dtype, scales, scales_shape):
             and weight.is_contiguous() and scales.shape == scales_shape,
             f"{name}: x", x, "weight", weight, "scales", scales)
 
-def int8_matmul(x, weight, scale):
-    """x (T, K) times int8 weight (N, K) with one scale per row (N,) -> (T, N)."""
+def int8_matmul(x, weight, scale, dtype=None):
+    """x (T, K) times int8 weight (N, K) with one scale per row (N,) -> (T, N) in dtype (default:
+    x's; so for the other two)."""
     N, K = weight.shape
     check_product("int8_matmul", x, weight, K, torch.int8, scale, (N,))
-    return run_member("int8_matmul", x, weight, scale)
+    return run_member("int8_matmul", x, weight, scale, dtype)
 
-def int4_matmul(x, words, scales, zeros, group):
+def int4_matmul(x, words, scales, zeros, group, dtype=None):
     """x (T, K) times 4-bit weight packed by pack_int4 -> (T, N).
     scales, zeros (K / group, N); zeros integers, None means 8. group: at least 16, a divisor of K,
     and a multiple or divisor of 128."""
     K = x.shape[1]
-    require(K % group == 0 and group >= 16 and (group % DEPTH == 0 or DEPTH % group == 0)
-            and len(words) == -(-K // DEPTH) * DEPTH // 8,
+    require(int4_fits(K, group) and len(words) == -(-K // DEPTH) * DEPTH // 8,
             f"int4_matmul: group {group} and words", words, f"do not fit K {K}")
     check_product("int4_matmul", x, words, K, torch.int32, scales, (K // group, words.shape[1]))
-    return run_member("int4_matmul", x, words, scales, zeros, group)
+    return run_member("int4_matmul", x, words, scales, zeros, group, dtype)
 
-def fp8_matmul(x, weight, scales, fp8_inputs=False):
+def fp8_matmul(x, weight, scales, fp8_inputs=False, dtype=None):
     """x (T, K) times e4m3 weight (N, K), fp32 scales per 128 x 128 block -> (T, N).
     fp8_inputs rounds x to e4m3 as well and uses the fp8 matrix unit (sm_89 and later)."""
     N, K = weight.shape
     check_product("fp8_matmul", x, weight, K, torch.float8_e4m3fn, scales,
                   (-(-N // 128), -(-K // 128)))
-    return run_member("fp8_matmul", x, weight, scales, fp8_inputs)
+    return run_member("fp8_matmul", x, weight, scales, fp8_inputs, dtype)
 
 @dataclass
 class PackedWeight:
@@ -1641,6 +1727,18 @@ class NarrowWeight:
     shape: tuple[int, int]
     group: int
     form: str
+
+@dataclass
+class TritonWeight:
+    """A quantized weight of shape (N, K) as a product of section 7 reads it, see pack_triton."""
+    codes: torch.Tensor            # int4: words of pack_int4; otherwise (N, K), int8 or e4m3
+    scales: torch.Tensor           # int4 (K / group, N), int8 (N,), fp8 one per 128 x 128 block
+    rows: torch.Tensor | None      # fp8 with one scale per row: fp32 (N,); its blocks have scale 1
+    mins: torch.Tensor | None      # int4: fp32 (N, K / group)
+    inputs: torch.Tensor | None    # int64 (K,): column k multiplies input inputs[k]
+    shape: tuple[int, int]
+    group: int
+    form: str                      # see triton_form
 
 def zeros(shape, dtype, device):
     """A tensor of zeros. On a CPU the operating system hands out zeroed pages when they are first
@@ -1697,6 +1795,8 @@ def prepare_weight(weight, dtype):
     """The weight (N, K) of a linear layer, a tensor or a QuantizedWeight, for activations of
     `dtype`, in the layout that its machine multiplies fastest."""
     if isinstance(weight, QuantizedWeight):
+        if weight.codes.is_cuda or FORCE == "triton":
+            return pack_triton(weight) if triton_form(weight) else weight
         native = (weight.codes.device.type == "cpu" and dtype in C_DTYPES and FORCE != "torch"
                   and c_library()[0])
         if not native:
@@ -1714,7 +1814,9 @@ def linear(x, weight, bias=None, dtype=None, out=None):
         return linear_c(x, weight.panels, *weight.shape, bias, dtype, out)
     if isinstance(weight, NarrowWeight):
         return linear_narrow_c(x, weight, bias, dtype, out)
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, TritonWeight):
+        y = linear_triton(x, weight, bias)
+    elif isinstance(weight, QuantizedWeight):
         y = quantized_linear_ref(x, weight, bias)
     else:
         y = F.linear(x, weight, bias)
@@ -1752,6 +1854,8 @@ def embedding(ids, weight):
         return weight.panels[ids // rows, :, ids % rows].view(len(ids), 2 * pairs)
     if isinstance(weight, NarrowWeight):
         return unpack_codes(weight, ids).dequantize()
+    if isinstance(weight, TritonWeight):
+        return unpack_triton(weight, ids).dequantize()
     if isinstance(weight, QuantizedWeight):
         return weight.rows(ids).dequantize()
     return F.embedding(ids, weight)
@@ -1759,17 +1863,19 @@ def embedding(ids, weight):
 def weight_bytes(weight):
     """Bytes of a prepared weight: {"weights": codes or numbers, "scales": scales and minima}."""
     size = lambda x: 0 if x is None else x.numel() * x.element_size()
-    if isinstance(weight, (QuantizedWeight, NarrowWeight)):
+    if isinstance(weight, (QuantizedWeight, NarrowWeight, TritonWeight)):
         codes = weight.words if isinstance(weight, NarrowWeight) else weight.codes
-        return {"weights": size(codes), "scales": size(weight.scales) + size(weight.mins)}
+        tables = [weight.scales, weight.mins]
+        tables += [weight.rows] if isinstance(weight, TritonWeight) else []
+        return {"weights": size(codes), "scales": sum(map(size, tables))}
     return {"weights": size(getattr(weight, "panels", weight)), "scales": 0}
 
 def weight_kind(weight):
     """One word for the form of a prepared weight, for people."""
-    if isinstance(weight, NarrowWeight):
+    if isinstance(weight, (NarrowWeight, TritonWeight)):
         return weight.form
     if isinstance(weight, QuantizedWeight):
-        return narrow_form(weight)
+        return f"{narrow_form(weight)} (expanded in every step)"
     return str(getattr(weight, "panels", weight).dtype).removeprefix("torch.")
 
 KERNELS: dict[str, Kernel] = {

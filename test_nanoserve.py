@@ -7676,6 +7676,111 @@ def test_broken_kernels_are_caught(label, name, old, new, tmp_path):
     pytest.fail("no case noticed")
 
 
+# ---- quantized weights, as a GPU multiplies them
+
+def gpu_weight(form, N, K, group):
+    """The forms of random_weight, and those that only checkpoints have."""
+    weight = random_weight("fp8" if form == "fp8 blocks" else form.removeprefix("unsigned "), N, K, group)
+    if form == "fp8 blocks":                            # as in DeepSeek: a row of scales for each 128 rows
+        blocks = torch.rand(-(-N // 128), -(-K // 128), generator=generator()) + 0.1
+        return dataclasses.replace(weight, scales=blocks.repeat_interleave(128, 0)[:N], group=128)
+    if form.startswith("unsigned"):                     # as in GPTQ and AWQ: zero points, as minima
+        zeros = torch.randint(0, 16, weight.scales.shape, generator=generator()) if "minima" in form else 8
+        return dataclasses.replace(weight, codes=(weight.codes + 8).to(torch.uint8), mins=-zeros * weight.scales)
+    return weight
+
+
+def check_gpu_product(module, form, N, K, group, T, dtype, inputs=False):
+    """linear, with and without out=, and embedding of a prepared weight against their references."""
+    weight = gpu_weight(form, N, K, group)
+    if inputs:
+        weight.inputs = torch.randperm(K, generator=generator())
+    want_rows = weight.dequantize()
+    x = normal(T, 2 * K, dtype=dtype)[:, ::2]           # columns that are not next to each other
+    bias = normal(N, seed=3, dtype=dtype)
+    want = kernels.quantized_linear_ref(x, weight, bias)
+    packed = module.prepare_weight(module.QuantizedWeight(**vars(weight)), dtype)
+    got = module.linear(x, packed, bias, FP32)
+    assert got.dtype == FP32 and packed.shape == (N, K)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5 * K ** 0.5)
+    wide = torch.zeros(T, N + 3, dtype=dtype)
+    module.linear(x, packed, out=wide[:, 1:-2])
+    torch.testing.assert_close(wide[:, 1:-2].float(), want - bias.float(), rtol=0.01, atol=0.01 if dtype != FP32 else 1e-3)
+    assert not wide[:, [0, -2, -1]].any() and module.linear(x, packed, bias).dtype == dtype
+    assert module.linear(torch.zeros(0, K, dtype=dtype), packed).shape == (0, N)
+    ids = torch.tensor([N - 1, 0, 3])
+    torch.testing.assert_close(module.embed(ids, packed, FP32)[0], want_rows[ids], rtol=0, atol=1e-6)
+    return packed
+
+
+GPU_FORMS = [*FORMS, "unsigned int4", "unsigned int4 minima", "fp8 blocks"]
+
+
+@needs_triton
+@pytest.mark.filterwarnings("error:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("form", GPU_FORMS)
+def test_a_gpu_multiplies_narrow_weights(form, launched, monkeypatch):
+    """Every form, ragged shapes, other orders of inputs; the kernel ran where triton_form says so, else none."""
+    monkeypatch.setattr(kernels, "FORCE", "triton")
+    for i, (N, K, group) in enumerate([(64, 64, 32), (200, 192, 64), (7, 160, 32), (130, 256, 128), (65, 320, 16)]):
+        packed = check_gpu_product(kernels, form, N, K, group, (1, 5, 17)[i % 3], (FP32, BF16, torch.float16)[i % 3], i == 3)
+        name = form.split()[-2] if "int4 minima" in form else form.split()[-1] if "unsigned" in form else form.split()[0]
+        if form == "int8 groups":
+            assert isinstance(packed, kernels.QuantizedWeight) and not launched
+            assert kernels.weight_kind(packed) == "int8 (expanded in every step)"
+            continue
+        assert isinstance(packed, kernels.TritonWeight) and kernels.weight_kind(packed) == packed.form == name
+        assert set(launched) == {f"_{name.replace('w8a8', 'int8')}_matmul_kernel"}
+        sizes = kernels.weight_bytes(packed)
+        assert sizes["weights"] == (-(-K // 128) * 64 * N if name == "int4" else N * K) and sizes["scales"] > 0
+        assert name != "int4" or (packed.mins is None) == ("minima" not in form)    # symmetric codes need none
+
+
+def test_what_no_gpu_product_takes_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(kernels, "FORCE", "triton")
+    w8, w4, f8 = (gpu_weight(form, 256, 192, 32) for form in ("int8", "int4", "fp8 blocks"))
+    refused = [dataclasses.replace(w8, mins=w8.scales), dataclasses.replace(w8, codes=w8.codes.view(torch.uint8)),
+               dataclasses.replace(w4, int8_inputs=True), gpu_weight("int4", 16, 48, 8),
+               dataclasses.replace(w4, group=192, scales=w4.scales[:, :1]),          # neither a multiple of 128 nor a divisor
+               dataclasses.replace(f8, scales=f8.scales * torch.linspace(1, 2, 256)[:, None]),     # blocks that differ by row
+               dataclasses.replace(f8, codes=f8.codes.float().to(E5M2)), dataclasses.replace(f8, int8_inputs=True)]
+    for weight in refused:
+        assert kernels.triton_form(weight) is None and kernels.prepare_weight(weight, FP32) is weight
+        assert weight.shape == tuple(weight.codes.shape)
+        torch.testing.assert_close(kernels.linear(torch.eye(weight.shape[1])[:2], weight),
+                                   kernels.quantized_linear_ref(torch.eye(weight.shape[1])[:2], weight))
+
+
+@needs_triton
+@pytest.mark.parametrize("form,old,new", [
+    ("int4 minima", "@ weight.mins.T", "@ weight.mins.T * 0"), ("unsigned int4 minima", "+ 8 * scales", "+ 7 * scales"),
+    ("int4", "x[:, weight.inputs], torch.float32", "x, torch.float32"), ("fp8", "y * weight.rows", "y"),
+    ("w8a8", "y *= rounded.scales", "y *= 1"), ("fp8 blocks", "scales[::DEPTH].contiguous()", "scales[:-(-N // DEPTH)].contiguous()"),
+    ("int8", "scales[ids, None], group,", "scales[:len(ids), None], group,")], ids=str)
+def test_broken_gpu_products_are_caught(form, old, new, tmp_path):
+    module = load_mutant(tmp_path, old, new)
+    module.FORCE = "triton"
+    with pytest.raises(AssertionError):
+        check_gpu_product(module, form, 200, 256, 32, 5, FP32, inputs=form == "int4")
+
+
+@needs_triton
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8", "fp8"])
+def test_a_quantized_engine_gives_the_same_tokens_with_triton(quantization, launched, monkeypatch):
+    def tokens(member):
+        monkeypatch.setattr(kernels, "FORCE", member)
+        llm = ns.LLM(model="toy", dtype="float32", num_kv_blocks=32, quantization=quantization, attention_backend=member)
+        params = ns.SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        output, = llm.generate([{"prompt_token_ids": [7, 3, 11]}], params, use_tqdm=False)
+        report = next(line for line in llm.core.report if line.startswith("matrices: "))
+        assert ("expanded" in report) == (member == "torch") and quantization in report
+        return output.outputs[0].token_ids
+
+    found = tokens("triton")
+    assert f"_{quantization.replace('w8a8', 'int8')}_matmul_kernel" in launched
+    assert found == tokens("torch")
+
+
 # ==================================================================================================
 # Compiled for GPUs that are not there
 # ==================================================================================================
