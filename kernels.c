@@ -351,24 +351,24 @@ INLINE void tile(int type, int R, const char *panel, const char *x, long ldx, lo
   ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) \
   ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
 // ---- the matrix unit ----------------------------------------------------------------------------
-// A CPU with AMX has an instruction that does 16 times the work of the one in `tile`: C += A B, each
-// a *tile*, a register of 16 rows of 64 bytes.
+// AMX has an instruction that does 16 times the work of the one in `tile`: C += A B, each a
+// *tile*, a register of 16 rows of 64 bytes.
 //     A  16 rows of x, 64 bytes of k (a *step*)     B  16 words of k, of 16 columns: half a panel,
 //     C  16 x 16 sums                                  whose words are the rows, as it lies
-// So weights need no layout of their own; x is copied into tiles once per product, [rows / 16][steps]
-// [parts][16 rows][64 bytes], which also pads k with zeros. Below are 2 x 2 tiles C, where each A and
-// each B serves twice, and 1 x 4. Rows past the last hold anything: a row of C has its own row of A.
-// Its order of sums is not that of `tile`: of the 32 k of a step the even and the odd ones are added
-// up apart, and the sum of both is added to C. Hence, where there are tiles, they multiply every row
-// count, down to one: there the time goes into reading the weights, and rows keep their bits.
+// So weights need no layout of their own; x is copied into tiles once per product, [rows / 16]
+// [steps][parts][16 rows][64 bytes], which also pads k with zeros. Below are 2 x 2 tiles C, where
+// each A and each B serves twice, and 1 x 4. Rows past the last hold anything: a row of C has its
+// own row of A. The order of sums is not that of `tile`: of the 32 k of a step the even and the odd
+// ones are added up apart, and the sum of both is added to C. So tiles multiply every row count,
+// down to one: there the time goes into reading the weights, and rows keep their bits.
 enum { A_TILE = 1024, PAIR_ROWS = 32 };
 #if defined __AMX_BF16__ && defined __AMX_INT8__ && defined __linux__
 static int tiles;  // may this process use them?
 __attribute__((constructor)) static void ask_for_tiles(void) {  // Linux keeps 8 KB more per thread
   tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 }
-// Few rows are multiplied faster. Tiles know no numbers below 2^-126: until `end_tiles`, which takes
-// the mode that this returns, other arithmetic does not either.
+// Few rows are multiplied faster. Tiles know no numbers below 2^-126: until `end_tiles`, which
+// takes the mode that this returns, other arithmetic does not either.
 static unsigned begin_tiles(long rows) {
   struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {1};
   for (int i = 0; i < 8; i++) {
@@ -660,8 +660,8 @@ INLINE void units_into_tiles(int type, const Narrow *a, const float *line, char 
 // A row of x as the loops want it: in the order of the columns, padded with zeros, for W8A8 as
 // integers (the largest becomes 127, halves go to even); and the sum of each unit. Returns the
 // scale of the row, NaN if x holds one.
-static float ready_row(int bf, int type, int tiled, const Narrow *a, const char *x, float *line, char *to,
-                       float *sums_x) {
+static float ready_row(int bf, int type, int tiled, const Narrow *a, const char *x, float *line,
+                       char *to, float *sums_x) {
   f32s top = {};
   for (long k = 0; k < a->KP; k += 16) *(f32s *)(line + k) = get(bf, x, k, a->K);
   for (long k = 0; a->inputs && k < a->K; k++) {
@@ -708,8 +708,8 @@ INLINE void panel_rows(int form, int type, const Narrow *a, long column, const c
     }
   }
 }
-// One row is read faster without tiles, from a register as in tile_codes; x in fp32. The sums run in
-// the order of the tiles: even and odd k of each 32 apart, then their sum is added.
+// One row is read faster without tiles, from a register as in tile_codes; x in fp32. The sums run
+// in the order of the tiles: even and odd k of each 32 apart, then their sum is added.
 INLINE void codes_as_tiles(int form, const char *codes, const float *x, long n, f32n *c) {
   long per = 32 / bits_of(form);
   for (int j = 0; j < 2 * PARTS; j++) c[j] = (f32n){};
@@ -763,12 +763,12 @@ INLINE int narrow_type(int bf, int form) {  // what `tile` multiplies
 }
 // An fp32 x counts in full here, which would take three parts: no tiles.
 INLINE int tiled(int bf, int form) { return tiles && (bf || form == W8A8); }
-// The rest of a Narrow. A unit lies within a group. It has up to 128 k, because it is widened into the
-// first-level cache, or up to 16384 of integers, which need not be.
+// The rest of a Narrow. A unit lies within a group. It has up to 128 k, because it is widened into
+// the first-level cache, or up to 16384 of integers, which need not be.
 static void size_up(int bf, int form, Narrow *a) {
-  long limit = tiled(bf, form) && form == W8A8 && (a->group >= a->K || a->group <= 16384) ? 16384 : 128;
+  int whole = tiled(bf, form) && form == W8A8 && (a->group >= a->K || a->group <= 16384);
   a->KP = round_up(a->K, 8);
-  a->unit = least(least(round_up(a->group, 8), limit), a->KP);
+  a->unit = least(least(round_up(a->group, 8), whole ? 16384 : 128), a->KP);
   a->units = (a->KP + a->unit - 1) / a->unit;
   a->width = a->KP * 4 / in_word(narrow_type(bf, form));
   a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE;
@@ -788,8 +788,8 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
   long row = a->width;
   float *sums_x = (float *)(x + round_up(a->T, 16) * row), *scales = sums_x + a->T * a->units;
   for (long m = alone ? 0 : next(t); m < a->T; m = alone ? m + 1 : next(t)) {
-    scales[m] = ready_row(bf, type, use_tiles, a, a->x + m * a->ldx * size_of(bf), line, x + m * row,
-                          sums_x + m * a->units);
+    scales[m] = ready_row(bf, type, use_tiles, a, a->x + m * a->ldx * size_of(bf), line,
+                          x + m * row, sums_x + m * a->units);
     if (use_tiles) units_into_tiles(form == W8A8 ? INT8 : BF16, a, line, x, m);
   }
   if (!alone) barrier(t);
