@@ -319,6 +319,8 @@ INLINE i32n dot_bytes(i32n acc, u32n w, u32n x) {
   return (i32n)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, (__m512i)x);
 #elif defined __AVXVNNI__
   return (i32n)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, (__m256i)x);
+#elif defined __AVX512BW__
+  return acc + (i32n)_mm512_madd_epi16((__m512i)w, (__m512i)x);
 #elif defined __AVX2__  // gcc 12 multiplies 32-bit numbers, which takes eight instructions
   return acc + (i32n)_mm256_madd_epi16((__m256i)w, (__m256i)x);
 #else
@@ -353,30 +355,29 @@ INLINE void tile(int type, int R, const char *panel, const char *x, long ldx, lo
   ONE(1, f, __VA_ARGS__) ONE(2, f, __VA_ARGS__) ONE(3, f, __VA_ARGS__) ONE(4, f, __VA_ARGS__) \
   ONE(5, f, __VA_ARGS__) ONE(6, f, __VA_ARGS__) ONE(7, f, __VA_ARGS__) ONE(8, f, __VA_ARGS__) }
 // ---- the matrix unit ----------------------------------------------------------------------------
-// A CPU with AMX has, beside `tile`, an instruction that does 16 times the work: C += A B, where each
-// operand is a *tile*, a register of 16 rows of 64 bytes.
-//     A  16 rows of x, 64 bytes of k each        B  16 words of k, of 16 columns each
-//     C  16 x 16 sums                               = half a panel as it lies in memory, word by word
-// So weights need no layout of their own; x is copied into tiles once per product, [rows / 16][64
-// bytes of k][parts][16 rows][64 bytes], which also pads k with zeros. Below: 2 x 2 tiles C, where
-// each A and each B is used twice, or 1 x 2 at the end. Rows past the last one hold anything: a row
-// of C is made of its own row of A alone.
-// Its order of sums is not that of `tile`: of the 32 k of a step the even and the odd ones are summed
-// apart, and the sum of both is added to C. Hence, where there are tiles, they multiply every linear
-// layer, down to one row: reading the weights takes the time there, and rows keep their bits.
+// AMX has an instruction that does 16 times the work of the one in `tile`: C += A B, each a
+// *tile*, a register of 16 rows of 64 bytes.
+//     A  16 rows of x, 64 bytes of k (a *step*)     B  16 words of k, of 16 columns: half a panel,
+//     C  16 x 16 sums                                  whose words are the rows, as it lies
+// So weights need no layout of their own; x is copied into tiles once per product, [rows / 16]
+// [steps][parts][16 rows][64 bytes], which also pads k with zeros. Below are 2 x 2 tiles C, where
+// each A and each B serves twice, and 1 x 4. Rows past the last hold anything: a row of C has its
+// own row of A. The order of sums is not that of `tile`: of the 32 k of a step the even and the odd
+// ones are added up apart, and the sum of both is added to C. So tiles multiply every row count,
+// down to one: there the time goes into reading the weights, and rows keep their bits.
 enum { A_TILE = 1024, PAIR_ROWS = 32 };
 #if defined __AMX_BF16__ && defined __AMX_INT8__ && defined __linux__
 static int tiles;  // may this process use them?
 __attribute__((constructor)) static void ask_for_tiles(void) {  // Linux keeps 8 KB more per thread
   tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 }
-// Returns the mode of other arithmetic until `end_tiles`: like that of tiles, which knows no numbers
-// below 2^-126. Fewer rows are multiplied faster.
+// Few rows are multiplied faster. Tiles know no numbers below 2^-126: until `end_tiles`, which
+// takes the mode that this returns, other arithmetic does not either.
 static unsigned begin_tiles(long rows) {
   struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {1};
   for (int i = 0; i < 8; i++) {
     shape.bytes[i] = 64;
-    shape.rows[i] = i == 4 || i == 5 ? 16 : least(rows, 16);
+    shape.rows[i] = i == 4 || i == 5 || i == 7 ? 16 : least(rows, 16);
   }
   __asm__ volatile("" ::: "memory");  // the intrinsics do not say what memory they read
   _tile_loadconfig(&shape);
@@ -404,20 +405,19 @@ OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const cha
   _tile_stored(0, c, 4 * NC); _tile_stored(1, c + 16, 4 * NC);
   if (pair) { _tile_stored(2, c + 16 * NC, 4 * NC); _tile_stored(3, c + 16 * NC + 16, 4 * NC); }
 }
-#define WIDE(dot, B, at, C) \
-  _tile_loadd(B, panel + at, 256); dot(C, 6, B); if (parts == 2) dot(C, 7, B);
-#define WIDE_STEPS(dot) for (long i = 0; i < steps; i++, panel += 4096, x += parts * A_TILE) { \
+// c[16][64] = as many steps of 16 rows of x times those of 64 columns, bf16 or integers
+#define WIDE_STEPS(dot) for (long i = 0; i < steps; i++, panel += 4096, x += A_TILE) { \
   if (i == steps - 1 && last) panel = last; \
   _tile_loadd(6, x, 64); \
-  if (parts == 2) _tile_loadd(7, x + A_TILE, 64); \
-  WIDE(dot, 4, 0, 0) WIDE(dot, 5, 64, 1) WIDE(dot, 4, 128, 2) WIDE(dot, 5, 192, 3) \
+  _tile_loadd(4, panel, 256); dot(0, 6, 4); _tile_loadd(5, panel + 64, 256); dot(1, 6, 5); \
+  _tile_loadd(7, panel + 128, 256); dot(2, 6, 7); _tile_loadd(4, panel + 192, 256); dot(3, 6, 4); \
 }
-OUTLINE void wide_steps(int type, int parts, const char *x, const char *panel, long steps,
-                        const char *last, float *c) {
+OUTLINE void wide_steps(int type, const char *x, const char *panel, long steps, const char *last,
+                        float *c) {
   __asm__ volatile("" ::: "memory");
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   if (type == INT8) WIDE_STEPS(_tile_dpbssd)
-  else if (parts == 1) WIDE_STEPS(_tile_dpbf16ps) else WIDE_STEPS(_tile_dpbf16ps)
+  else WIDE_STEPS(_tile_dpbf16ps)
   _tile_stored(0, c, 256); _tile_stored(1, c + 16, 256);
   _tile_stored(2, c + 32, 256); _tile_stored(3, c + 48, 256);
 }
@@ -427,8 +427,8 @@ static unsigned begin_tiles(long rows) { return 0; }
 static void end_tiles(unsigned mode) {}
 INLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
                        long steps, const char *last, float *c) {}
-INLINE void wide_steps(int type, int parts, const char *x, const char *panel, long steps,
-                       const char *last, float *c) {}
+INLINE void wide_steps(int type, const char *x, const char *panel, long steps, const char *last,
+                       float *c) {}
 #endif
 // Where byte `at` of row m goes, when all tiles of a row have `width` bytes of it.
 INLINE char *in_tiles(char *x, long width, int parts, long m, long at) {
@@ -493,10 +493,11 @@ INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const ch
       for (long p = p0; p < least(panels, p0 + step); p++) {
         const char *panel = w + p * K * NC * 2;
         if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
-        pair_steps(2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, steps, rest ? last : 0, c);
-        for (long r = 0; r < least(m1 - m, PAIR_ROWS); r++)
-          linear_row(bf, bf_out, (f32s *)(c + r * NC), bias,
-                     out + (m + r) * ldo * size_of(bf_out), p * NC, N);
+        pair_steps(2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, steps, rest ? last : 0,
+                   c);
+        for (long r = m; r < least(m1, m + PAIR_ROWS); r++)
+          linear_row(bf, bf_out, (f32s *)(c + (r - m) * NC), bias, out + r * ldo * size_of(bf_out),
+                     p * NC, N);
       }
   }
   end_tiles(mode);
@@ -586,7 +587,7 @@ INLINE void tile_codes(int form, int type, const char *codes, const char *x, lon
     for (int j = 0; j < 4; j++) c[j0 + j] = a[j];
   }
 }
-// The first `columns` of 64 as a panel of that many. If that is all, codes are asked for in advance.
+// The first `columns` of 64 as a panel. If that is all of them, codes are asked for in advance.
 INLINE void unpack_unit(int form, int type, int columns, const char *codes, long n, char *panel) {
   long per = 32 / bits_of(form);
   for (long k = 0; k < n; k += per, codes += 256) {
@@ -638,8 +639,7 @@ INLINE integers to_integers(f32s v) {  // in the order of the codes
   if (BYTES == 4) q = PICK(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
   return __builtin_convertvector(q, integers);
 }
-// The same with tiles, all rows. Codes of 8 bits for integers are tiles as they lie. Every unit of x
-// was padded to whole steps, and so is the widened one.
+// The same with tiles: a few rows; and a row of x into tiles, each unit padded to whole steps.
 OUTLINE void scale_rows(int type, const Factors *f, const float *c, long rows, const float *sums_x,
                         long units, float *sums) {
   Factors low = f[0], high = f[1];  // in registers: nothing that is written below can be they
@@ -648,15 +648,14 @@ OUTLINE void scale_rows(int type, const Factors *f, const float *c, long rows, c
     scale_unit(type, &high, (f32n *)(c + NC), *sums_x, (f32n *)(sums + NC));
   }
 }
-INLINE void units_into_tiles(int type, int parts, const Narrow *a, const float *line, char *x,
-                             long m) {
+INLINE void units_into_tiles(int type, const Narrow *a, const float *line, char *x, long m) {
   for (long u = 0; u < a->units; u++) {
     long k = u * a->unit, end = least(a->KP, k + a->unit), z = type == INT8 ? 1 : 2;
     long at = u * steps_of(type, a->unit) * 64, stop = at + steps_of(type, end - k) * 64;
     for (; at < stop; at += 16 * z, k += 16) {
       f32s v = k < end ? get(FP32, (const char *)line, k, end) : splat(0);
-      char *to = in_tiles(x, a->width, parts, m, at);
-      if (type == BF16) into_tiles(parts, to, v);
+      char *to = in_tiles(x, a->width, 1, m, at);
+      if (type == BF16) store16(BF16, to, v);
       else { integers q = to_integers(v); memcpy(to, &q, 16); }
     }
   }
@@ -664,8 +663,8 @@ INLINE void units_into_tiles(int type, int parts, const Narrow *a, const float *
 // A row of x as the loops want it: in the order of the columns, padded with zeros, for W8A8 as
 // integers (the largest becomes 127, halves go to even); and the sum of each unit. Returns the
 // scale of the row, NaN if x holds one.
-static float ready_row(int bf, int type, const Narrow *a, const char *x, float *line, char *to,
-                       float *sums_x) {
+static float ready_row(int bf, int type, int tiled, const Narrow *a, const char *x, float *line,
+                       char *to, float *sums_x) {
   f32s top = {};
   for (long k = 0; k < a->KP; k += 16) *(f32s *)(line + k) = get(bf, x, k, a->K);
   for (long k = 0; a->inputs && k < a->K; k++) {
@@ -681,7 +680,7 @@ static float ready_row(int bf, int type, const Narrow *a, const char *x, float *
     f32s v = *(f32s *)(line + k);
     if (type == INT8) *(f32s *)(line + k) = v = (v / scale + 12582912.f) - 12582912.f;
     integers narrowed = to_integers(v);
-    if (tiles) continue;
+    if (tiled) continue;
     if (type == INT8) memcpy(to, &narrowed, least(16, a->KP - k) * 4 / BYTES);
     else put(type, to, 0, a->KP - k, v);
   }
@@ -712,33 +711,25 @@ INLINE void panel_rows(int form, int type, const Narrow *a, long column, const c
     }
   }
 }
-// One row is read faster without tiles, from a register as in tile_codes. The sums run in the order
-// of the tiles: even and odd k of each 32 apart, their sum is added. x: in fp32, `parts` rows of it.
-INLINE void codes_as_tiles(int form, int parts, const char *codes, const float *x, long next, long n,
-                           f32n *c) {
-  long per = 32 / bits_of(form), J = form == W4 ? 4 / parts : 4;  // registers of columns at a time
-  for (int j0 = 0; j0 < 2 * PARTS; j0 += J) {
-    const u32n *w = (const u32n *)codes + j0;
-    f32n sum[4] = {};
-    for (long k = 0; k < n;) {
-      f32n a[2][2][4] = {};
-      for (long end = least(n, k + 32); k < end; k += per, w += 2 * PARTS) {
-        if (!j0) for (int b = 0; b < 256; b += 64) __builtin_prefetch((const char *)w + 2048 + b);
-        for (int i = 0; i < per; i++) for (int j = 0; j < J; j++) {
-          f32n code = number(form, w[j], i / 2 + i % 2 * per / 2);
-          for (int p = 0; p < parts; p++) a[p][i % 2][j] += code * x[p * next + k + i];
-        }
-      }
-      for (int p = 0; p < parts; p++) for (int j = 0; j < J; j++) sum[j] += a[p][0][j] + a[p][1][j];
+// One row is read faster without tiles, from a register as in tile_codes; x in fp32. The sums run
+// in the order of the tiles: even and odd k of each 32 apart, then their sum is added.
+INLINE void codes_as_tiles(int form, const char *codes, const float *x, long n, f32n *c) {
+  long per = 32 / bits_of(form);
+  for (int j = 0; j < 2 * PARTS; j++) c[j] = (f32n){};
+  for (long k = 0; k < n;) {
+    f32n a[2][2 * PARTS] = {};
+    for (long end = least(n, k + 32); k < end; k += per, codes += 256) {
+      for (int b = 0; b < 256; b += 64) __builtin_prefetch(codes + 2048 + b);
+      for (int i = 0; i < per; i++) for (int j = 0; j < 2 * PARTS; j++)
+        a[i % 2][j] += number(form, ((const u32n *)codes)[j], i / 2 + i % 2 * per / 2) * x[k + i];
     }
-    for (int j = 0; j < J; j++) c[j0 + j] = sum[j];
+    for (int j = 0; j < 2 * PARTS; j++) c[j] += a[0][j] + a[1][j];
   }
 }
-// The same with tiles. A widened unit is padded to whole steps; 8-bit codes for integers are tiles as
-// they lie.
-INLINE void panel_tiles(int form, int parts, const Narrow *a, long column, const char *x,
-                        const float *line, long M, const float *sums_x, char *space, float *c,
-                        float *sums) {
+// More rows with tiles. A widened unit is padded to whole steps; 8-bit codes for integers are tiles
+// as they lie.
+INLINE void panel_tiles(int form, const Narrow *a, long column, const char *x, const float *line,
+                        long M, const float *sums_x, char *space, float *c, float *sums) {
   int type = form == W8A8 ? INT8 : BF16;
   long groups = (a->K + a->group - 1) / a->group;
   memset(sums, 0, M * 64 * 4);
@@ -748,7 +739,7 @@ INLINE void panel_tiles(int form, int parts, const Narrow *a, long column, const
     const char *panel = a->codes + (column * a->KP + k * 64) * bits_of(form) / 8, *last = 0;
     Factors f[2] = {factors(a, place), factors(a, place + NC)};
     if (type == BF16 && a->T == 1) {
-      codes_as_tiles(form, parts, panel, line + k, round_up(a->KP, 16), n, (f32n *)c);
+      codes_as_tiles(form, panel, line + k, n, (f32n *)c);
       scale_rows(type, f, c, 1, sums_x + u, a->units, sums);
       continue;
     }
@@ -761,7 +752,7 @@ INLINE void panel_tiles(int form, int parts, const Narrow *a, long column, const
       memcpy(space, panel + n / 64 * 4096, n % 64 * 64);
     }
     for (long m = 0; m < M; m += 16) {
-      wide_steps(type, parts, x + m * a->width + u * a->step, panel, steps, last, c);
+      wide_steps(type, x + m * a->width + u * a->step, panel, steps, last, c);
       scale_rows(type, f, c, least(M - m, 16), sums_x + m * a->units + u, a->units, sums + m * 64);
     }
   }
@@ -773,49 +764,46 @@ INLINE int narrow_type(int bf, int form) {  // what `tile` multiplies
   return form == W8A8 ? INT8 : FP32;
 #endif
 }
-INLINE int narrow_parts(int bf, int form) { return form == W8A8 || bf ? 1 : 2; }
-// The rest of a Narrow. A unit lies within a group. It ends after 128 k where it is widened into the
-// first-level cache; integers that need not be widened are summed over up to 16384 k.
+// An fp32 x counts in full here, which would take three parts: no tiles.
+INLINE int tiled(int bf, int form) { return tiles && (bf || form == W8A8); }
+// The rest of a Narrow. A unit lies within a group. It has up to 128 k, because it is widened into
+// the first-level cache, or up to 16384 of integers, which need not be.
 static void size_up(int bf, int form, Narrow *a) {
-  long limit = tiles && form == W8A8 && (a->group >= a->K || a->group <= 16384) ? 16384 : 128;
+  int whole = tiled(bf, form) && form == W8A8 && (a->group >= a->K || a->group <= 16384);
   a->KP = round_up(a->K, 8);
-  a->unit = least(least(round_up(a->group, 8), limit), a->KP);
+  a->unit = least(least(round_up(a->group, 8), whole ? 16384 : 128), a->KP);
   a->units = (a->KP + a->unit - 1) / a->unit;
   a->width = a->KP * 4 / in_word(narrow_type(bf, form));
-  a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE * narrow_parts(bf, form);
-  if (tiles) a->width = a->units * a->step / 16;
+  a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE;
+  if (tiled(bf, form)) a->width = a->units * a->step / 16;
   a->shared = round_up(a->T, 16) * a->width + a->T * (a->units + 1) * 4;
 }
 INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
-  int type = narrow_type(bf, form), parts = narrow_parts(bf, form);
+  int type = narrow_type(bf, form), use_tiles = tiled(bf, form);
   long panels = (a->N + 63) / 64, step = 1 + panels / (8 * omp_get_num_threads());
   long shares = (panels + step - 1) / step, blocks = (a->T + 127) / 128;
   // Of this thread: a widened unit, the sums of a block, a row in fp32. Then x: a few rows are made
   // ready by every thread for itself, which is faster than to wait for one another.
-  long alone = a->T <= 4, fixed = round_up((NC * 128 + 256 * 64 + 2 * a->KP + 32) * 4, 64);
+  long alone = a->T <= 4, fixed = round_up((NC * 128 + 256 * 64 + a->KP + 16) * 4, 64);
   char *space = room(&own, fixed + alone * a->shared);
   float *sums = (float *)(space + NC * 128 * 4), *c = sums + 128 * 64, *line = c + 32 * NC;
   char *x = alone ? space + fixed : (char *)t->shared;
   long row = a->width;
   float *sums_x = (float *)(x + round_up(a->T, 16) * row), *scales = sums_x + a->T * a->units;
   for (long m = alone ? 0 : next(t); m < a->T; m = alone ? m + 1 : next(t)) {
-    scales[m] = ready_row(bf, type, a, a->x + m * a->ldx * size_of(bf), line, x + m * row,
-                          sums_x + m * a->units);
-    if (tiles) units_into_tiles(form == W8A8 ? INT8 : BF16, parts, a, line, x, m);
-  }
-  for (long k = 0; tiles && a->T == 1 && parts == 2 && k < a->KP; k += 16) {
-    char two[A_TILE + 64];  // the two parts again, as fp32
-    into_tiles(2, two, *(f32s *)(line + k));
-    *(f32s *)(line + k) = load16(BF16, two);
-    *(f32s *)(line + round_up(a->KP, 16) + k) = load16(BF16, two + A_TILE);
+    scales[m] = ready_row(bf, type, use_tiles, a, a->x + m * a->ldx * size_of(bf), line,
+                          x + m * row, sums_x + m * a->units);
+    if (use_tiles) units_into_tiles(form == W8A8 ? INT8 : BF16, a, line, x, m);
   }
   if (!alone) barrier(t);
-  unsigned mode = tiles ? begin_tiles(a->T) : 0;
+  unsigned mode = use_tiles ? begin_tiles(a->T) : 0;
   for (long i; (i = next(t)) < shares * blocks;) {
     long m0 = i / shares * 128, m1 = least(a->T, m0 + 128), p0 = i % shares * step;
     for (long p = p0; p < least(panels, p0 + step); p++) {
-      if (tiles) panel_tiles(form, parts, a, p * 64, x + m0 * row, line, m1 - m0, sums_x + m0 * a->units, space, c, sums);
-      else panel_rows(form, type, a, p * 64, x + m0 * row, m1 - m0, sums_x + m0 * a->units, space, sums);
+      const char *rows = x + m0 * row;
+      const float *sums_m = sums_x + m0 * a->units;
+      if (use_tiles) panel_tiles(form, a, p * 64, rows, line, m1 - m0, sums_m, space, c, sums);
+      else panel_rows(form, type, a, p * 64, rows, m1 - m0, sums_m, space, sums);
       for (long m = m0; m < m1; m++) for (long j = 0; j < 64 && p * 64 + j < a->N; j += 16) {
         f32s v = *(f32s *)(sums + (m - m0) * 64 + j) * scales[m];
         if (a->bias) v += get(bf, a->bias, p * 64 + j, a->N);
@@ -823,7 +811,7 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
       }
     }
   }
-  if (tiles) end_tiles(mode);
+  if (use_tiles) end_tiles(mode);
 }
 // Rows ids[T] of a table (N, K) in any of these forms: the first contribution to the residual
 // stream, which is set to 0 here.

@@ -905,6 +905,28 @@ def test_narrow_products_equal_their_reference(form, T, dtype):
 
 
 @needs_c
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("form", ["bf16"] + FORMS)
+def test_a_row_of_a_product_depends_on_that_row_alone(form, dtype):
+    """Bit for bit: alone, in any batch, beside rows of NaN; K that ends inside a step of 32 or 64, tiny numbers too."""
+    for N, K, group in ((65, 320, 16), (96, 256, 128), (64, 72, 8), (130, 200, 40), (40, 90, 90)):
+        if K % group or (form != "bf16" and K % 8):
+            continue
+        w = torch.randn(N, K).to(BF16) if form == "bf16" else random_weight(form, N, K, group)
+        packed = kernels.prepare_weight(w, dtype)
+        for scale in (1, 1e-36):
+            x = (torch.randn(140, K) * scale).to(dtype)
+            whole = kernels.linear(x, packed, None, FP32)
+            beside = x.clone()
+            beside[1::2] = float("nan")
+            found = kernels.linear(beside, packed, None, FP32)
+            assert torch.equal(found[::2], whole[::2]) and found[1::2].isnan().all()
+            for T in (1, 2, 5, 15, 16, 17, 31, 32, 33, 129):
+                i = random.randrange(140 - T)
+                assert torch.equal(kernels.linear(x[i:i + T], packed, None, FP32), whole[i:i + T]), (N, K, T)
+
+
+@needs_c
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_a_packed_weight_are_the_rows_that_were_packed(form):
     for N, K, group in ((64, 64, 32), (130, 192, 64), (7, 72, 8)):
