@@ -184,8 +184,8 @@ static char *room(Buffer *b, size_t size) {
     for (long m = b_; m < least(M, b_ + n_); m++)
 // ---- elementwise --------------------------------------------------------------------------------
 // Row m of x starts at m / inner * ldx + m % inner * E: heads that lie inside qkv need no copy. So
-// does row m of out, with ldo; it may be x. The residual is fp32: x is added to it in place, and the
-// norm of the sum is what comes out.
+// does row m of out, with ldo; it may be x. The residual is fp32: x is added to it in place, and
+// the norm of the sum is what comes out.
 INLINE void rms_norm(int bf, Team *t, const char *x, const char *w, char *residual, char *out,
                      long M, long inner, long E, long ldx, long ldo, int wbf, float eps) {
   long z = size_of(bf);
@@ -258,7 +258,7 @@ INLINE void rope_store(int bf, Team *t, char *qkv, const float *cos_sin, const c
     long pos = wide ? ((const int64_t *)positions)[i] : ((const int32_t *)positions)[i];
     char *row = qkv + i * ldx * z, *k = row + H * D * z;
     long to = slots[i] / c.BS * c.block + slots[i] % c.BS * c.token, y = size_of(c.kv);
-    for (long b = 0; slots[i] >= 0 && b < KH * D * y; b += 64)  // asked for while q and k are turned
+    for (long b = 0; slots[i] >= 0 && b < KH * D * y; b += 64)  // while q and k are turned
       for (long plane = 0; plane < 2; plane++)
         __builtin_prefetch(c.data + (to + plane * c.plane) * y + b, 1);
     for (long h = 0; h < H + KH; h++)
@@ -857,8 +857,8 @@ INLINE void embed(int bf, Team *t, int form, const Narrow *a, const int64_t *ids
 // Here both do the same operations in the same order, hence the same bits.
 static const float NEVER = -1e30f;  // a score that is not seen; finite: NEVER - NEVER is not NaN
 // Where the rows of a chunk lie. While one chunk is computed the next is asked for, a few rows at a
-// time: memory answers after hundreds of cycles, and blocks lie anywhere. All heads of a position are
-// asked for at once: they lie side by side, and the processor looks ahead by itself along a line.
+// time: memory answers after hundreds of cycles, and blocks lie anywhere. All heads of a position
+// are asked for at once: they lie side by side, and the processor looks ahead by itself along a line.
 typedef struct {
   const char *k[CHUNK], *v[CHUNK]; float k_scale[CHUNK], v_scale[CHUNK];
   long n, fetched, bytes, heads;
