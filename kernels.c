@@ -858,7 +858,7 @@ INLINE void embed(int bf, Team *t, int form, const Narrow *a, const int64_t *ids
 static const float NEVER = -1e30f;  // a score that is not seen; finite: NEVER - NEVER is not NaN
 // Where the rows of a chunk lie. While one chunk is computed the next is asked for, a few rows at a
 // time: memory answers after hundreds of cycles, and blocks lie anywhere. All heads of a position
-// are asked for at once: they lie side by side, and the processor looks ahead by itself along a line.
+// are asked for at once: they lie side by side, and the processor looks ahead by itself.
 typedef struct {
   const char *k[CHUNK], *v[CHUNK]; float k_scale[CHUNK], v_scale[CHUNK];
   long n, fetched, bytes, heads;
