@@ -133,7 +133,7 @@ def product_kind(weight, dtype):
 
 def product_work(weight, rows, dtype):
     """Of rows (T, K) times a prepared weight (N, K), activations apart."""
-    N, K = weight.codes.shape if isinstance(weight, kernels.QuantizedWeight) else weight.shape
+    N, K = weight.shape
     return Work(kernels.weight_bytes(weight),
                 Counter({product_kind(weight, dtype): 2 * rows * N * K}))
 

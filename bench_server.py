@@ -18,7 +18,7 @@ import time
 import urllib.parse
 
 import nanoserve
-from bench import describe_run, positive, publish, spread
+from bench import DEFAULT_MODEL, describe_run, positive, publish, spread
 
 
 # ==================================================================================================
@@ -76,7 +76,7 @@ def text_of(url, answer):
 
 def run_streams(args):
     count, outputs, url = args["streams"], args["outputs"], args["url"].rstrip("/")
-    head = describe_run(url=url, model=args["model"] or "SmolLM2-135M-Instruct", streams=count,
+    head = describe_run(url=url, model=args["model"] or DEFAULT_MODEL, streams=count,
                         outputs=outputs, repeat=args["repeat"])
     llm = nanoserve.LLM(model=args["model"], num_kv_blocks=1024, max_model_len=1024)
     rng = random.Random(0)
@@ -102,7 +102,7 @@ def run_streams(args):
 def add_streams_options(parser):
     add = parser.add_argument
     add("--url", required=True, help="a server that runs the same model on this machine")
-    add("--model", help="as nanoserve.py --model (default: SmolLM2-135M-Instruct)")
+    add("--model", help=f"as nanoserve.py --model (default: {DEFAULT_MODEL})")
     add("--streams", type=positive, default=64, help="at once (default: 64)")
     add("--outputs", type=positive, default=32, help="tokens of each (default: 32)")
     add("--repeat", type=positive, default=7, help="rounds (default: 7)")

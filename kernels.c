@@ -504,9 +504,9 @@ INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const ch
 }
 INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
                    long T, long N, long K, long ldx, long ldo, int bf_out) {
+  if (tiles) { linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, ldo, bf_out); return; }
   long panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
-  if (tiles) { linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, ldo, bf_out); return; }
   char *low = (char *)t->shared + T * K * 2;
   if (!bf) {
     char *high = (char *)t->shared;
@@ -679,8 +679,8 @@ static float ready_row(int bf, int type, int tiled, const Narrow *a, const char 
   for (long k = 0; k < a->KP; k += 16, to += 64 / in_word(type)) {
     f32s v = *(f32s *)(line + k);
     if (type == INT8) *(f32s *)(line + k) = v = (v / scale + 12582912.f) - 12582912.f;
-    integers narrowed = to_integers(v);
     if (tiled) continue;
+    integers narrowed = to_integers(v);
     if (type == INT8) memcpy(to, &narrowed, least(16, a->KP - k) * 4 / BYTES);
     else put(type, to, 0, a->KP - k, v);
   }
@@ -765,7 +765,7 @@ INLINE int narrow_type(int bf, int form) {  // what `tile` multiplies
 #endif
 }
 // An fp32 x counts in full here, which would take three parts: no tiles.
-INLINE int tiled(int bf, int form) { return tiles && (bf || form == W8A8); }
+INLINE int tiled(int bf, int form) { return tiles && narrow_type(bf, form) != FP32; }
 // The rest of a Narrow. A unit lies within a group. It has up to 128 k, because it is widened into
 // the first-level cache, or up to 16384 of integers, which need not be.
 static void size_up(int bf, int form, Narrow *a) {
@@ -774,7 +774,7 @@ static void size_up(int bf, int form, Narrow *a) {
   a->unit = least(least(round_up(a->group, 8), whole ? 16384 : 128), a->KP);
   a->units = (a->KP + a->unit - 1) / a->unit;
   a->width = a->KP * 4 / in_word(narrow_type(bf, form));
-  a->step = steps_of(form == W8A8 ? INT8 : BF16, a->unit) * A_TILE;
+  a->step = steps_of(narrow_type(bf, form), a->unit) * A_TILE;
   if (tiled(bf, form)) a->width = a->units * a->step / 16;
   a->shared = round_up(a->T, 16) * a->width + a->T * (a->units + 1) * 4;
 }
@@ -793,7 +793,7 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
   for (long m = alone ? 0 : next(t); m < a->T; m = alone ? m + 1 : next(t)) {
     scales[m] = ready_row(bf, type, use_tiles, a, a->x + m * a->ldx * size_of(bf), line,
                           x + m * row, sums_x + m * a->units);
-    if (use_tiles) units_into_tiles(form == W8A8 ? INT8 : BF16, a, line, x, m);
+    if (use_tiles) units_into_tiles(type, a, line, x, m);
   }
   if (!alone) barrier(t);
   unsigned mode = use_tiles ? begin_tiles(a->T) : 0;

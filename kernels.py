@@ -118,6 +118,13 @@ class QuantizedWeight:
     def shape(self):
         return tuple(self.codes.shape)
 
+    def signed(self):
+        """(what to take from the codes so that they are signed: 0 if they are; the minima then)."""
+        if self.codes.dtype != torch.uint8:
+            return 0, self.mins
+        half = 1 << self.bits - 1
+        return half, (0 if self.mins is None else self.mins) + half * self.scales
+
     def rows(self, index):
         """Some of the rows, a slice or a tensor of ids, as a weight of their own."""
         cut = {name: as_bytes(t)[index].view(t.dtype) for name in ("codes", "scales", "mins")
@@ -141,6 +148,8 @@ def stack(parts):
     """The rows of several QuantizedWeight one under another, or None if they differ in anything
     but their numbers. Parts with other inputs (GPTQ act order) cannot share a product."""
     first, *rest = parts
+    if not rest:
+        return first
     same = lambda a, b: (a is None) == (b is None) and (a is None or torch.equal(a, b))
     facts = lambda p: (p.codes.dtype, p.codes.shape[1], p.group, p.bits, p.mins is None,
                        p.int8_inputs)
@@ -1251,18 +1260,15 @@ def triton_form(weight):
     blocks = group == DEPTH and torch.equal(repeated, weight.scales)
     return "fp8" if group >= K or blocks else None
 
-def pack_triton(weight):
-    """A QuantizedWeight that triton_form accepts as a TritonWeight. Unsigned 4-bit codes become
-    signed, which the minima make up for: they vanish if the codes were symmetric around 8."""
-    form, (N, K), codes, mins = triton_form(weight), weight.shape, weight.codes, weight.mins
+def pack_triton(weight, form):
+    """A QuantizedWeight as a TritonWeight of the form that triton_form found for it. 4-bit codes
+    count as signed, which the minima make up for: they vanish if 8 was what stood for 0."""
+    (N, K), codes, (half, mins) = weight.shape, weight.codes, weight.signed()
     scales, rows = weight.scales.float(), None
     if form == "int4":
-        unsigned = codes.dtype == torch.uint8
-        if unsigned:
-            mins = (0 if mins is None else mins) + 8 * scales
         mins = mins if mins is not None and mins.any() else None
         step = max(1, (1 << 24) // K)          # the wide copies stay small
-        codes = torch.cat([pack_int4((codes[n : n + step] + (0 if unsigned else 8)).T)
+        codes = torch.cat([pack_int4((codes[n : n + step] + (8 - half)).T)
                            for n in range(0, N, step)], 1)
         scales = scales.T.contiguous()
         short = scales.to(torch.bfloat16)
@@ -1407,6 +1413,9 @@ def empty(shape, dtype, device="cpu"):
         return RECORDING.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype, device=device)
 
+def _address(tensor):
+    return 0 if tensor is None else tensor.data_ptr()
+
 _CACHE = {dtype: number for number, dtype in enumerate(KV_DTYPES.values())}
 
 def c_cache(dtype, kv_dtype):
@@ -1417,7 +1426,7 @@ def _cache_scales(kv):
     """(address of an int8 cache's scales or 0, scale of the keys, of the values)"""
     if kv.data.dtype in FP8_MAX:
         return 0, kv.k_scale, kv.v_scale
-    return 0 if kv.scales is None else kv.scales.data_ptr(), 1.0, 1.0
+    return _address(kv.scales), 1.0, 1.0
 
 def rms_norm_c(x, weight, eps, residual=None, out=None):
     """See rms_norm; x fp32 or bf16."""
@@ -1427,9 +1436,8 @@ def rms_norm_c(x, weight, eps, residual=None, out=None):
     if weight.dtype is not _BF16 and weight.dtype is not torch.float32:
         weight = weight.float()
     out = empty(x.shape, x.dtype) if out is None else out
-    _run_norm(x.dtype is _BF16, len(x), x.data_ptr(), weight.data_ptr(),
-              0 if residual is None else residual.data_ptr(), out.data_ptr(),
-              inner, E, x.stride(0), out.stride(0), weight.dtype is _BF16, eps)
+    _run_norm(x.dtype is _BF16, len(x), x.data_ptr(), weight.data_ptr(), _address(residual),
+              out.data_ptr(), inner, E, x.stride(0), out.stride(0), weight.dtype is _BF16, eps)
     return out
 
 def silu_mul_c(gate_up):
@@ -1488,8 +1496,8 @@ def linear_c(x, packed, N, K, bias=None, dtype=None, out=None):
     require(x.shape[1] == K and packed.shape[:2] == (-(-N // 32), K // 2), "linear: x", x, "weight",
             (N, K), "as", packed)
     _run_linear(x.dtype is _BF16, len(x), x.data_ptr(), packed.data_ptr(),
-                0 if bias is None else bias.data_ptr(), out.data_ptr(), N, K, x.stride(0),
-                out.stride(0), out.dtype is _BF16)
+                _address(bias), out.data_ptr(), N, K, x.stride(0), out.stride(0),
+                out.dtype is _BF16)
     return out
 
 def narrow_form(weight):
@@ -1519,12 +1527,10 @@ def pack_codes(weight):
     """QuantizedWeight -> (words, scales, mins) as kernels.c describes them: panels of 64 rows, N
     padded with zeros, K to a multiple of 8. Unsigned codes become signed, which the minima make up
     for. Scales and minima in bf16 if it holds all of them exactly."""
-    (N, K), form, codes, mins = weight.codes.shape, narrow_form(weight), weight.codes, weight.mins
-    unsigned = (1 << weight.bits - 1) if codes.dtype == torch.uint8 else 0
-    if unsigned:
-        mins = (0 if mins is None else mins) + unsigned * weight.scales
+    (N, K), form, codes = weight.shape, narrow_form(weight), weight.codes
+    half, mins = weight.signed()
     step = 64 * max(1, (1 << 14) // K)          # a million at a time: the copies stay small
-    words = torch.cat([_pack_words(codes[n : n + step].view(torch.uint8) - unsigned, form)
+    words = torch.cat([_pack_words(codes[n : n + step].view(torch.uint8) - half, form)
                        for n in range(0, N, step)])
     tables = [None if t is None else F.pad(t, (0, 0, 0, -N % 64)).unflatten(0, (-1, 64))
               .transpose(1, 2).contiguous() for t in (weight.scales.float(), mins)]
@@ -1554,16 +1560,15 @@ def linear_narrow_c(x, weight, bias=None, dtype=None, out=None):
     x, (N, K) = x if x.stride(1) == 1 else x.contiguous(), weight.shape
     require(x.shape[1] == K and x.dtype in C_DTYPES, "linear: x", x, "weight", (N, K))
     out = empty((len(x), N), dtype or x.dtype) if out is None else out
-    pointer = lambda t: 0 if t is None else t.data_ptr()
     _RUN_NARROW[weight.form](
         x.dtype is _BF16, len(x), x.data_ptr(), weight.words.data_ptr(), weight.scales.data_ptr(),
-        pointer(weight.mins), pointer(bias), pointer(weight.inputs), out.data_ptr(), N, K,
+        _address(weight.mins), _address(bias), _address(weight.inputs), out.data_ptr(), N, K,
         x.stride(0), out.stride(0), out.dtype is _BF16, weight.group, weight.scales.dtype is _BF16)
     return out
 
 def embed_c(ids, weight, dtype):
     """See embed; dtype and a table that is not packed fp32 or bf16."""
-    (N, K), pointer = weight.shape, lambda t: 0 if t is None else t.data_ptr()
+    N, K = weight.shape
     x, residual = empty((len(ids), K), dtype), empty((len(ids), K), torch.float32)
     if isinstance(weight, NarrowWeight):
         form, data, group = [*_RUN_NARROW].index(weight.form), weight.words, weight.group
@@ -1571,8 +1576,8 @@ def embed_c(ids, weight, dtype):
     else:
         data, group, scales, mins = getattr(weight, "panels", weight), K, None, None
         form = -1 if data is not weight else -2 if data.dtype is _BF16 else -3
-    _run_embed(dtype is _BF16, len(ids), ids.data_ptr(), data.data_ptr(), pointer(scales),
-               pointer(mins), 0, 0, x.data_ptr(), residual.data_ptr(), N, K, 0, 0, 0, group,
+    _run_embed(dtype is _BF16, len(ids), ids.data_ptr(), data.data_ptr(), _address(scales),
+               _address(mins), 0, 0, x.data_ptr(), residual.data_ptr(), N, K, 0, 0, 0, group,
                scales is not None and scales.dtype is _BF16, form)
     return x, residual
 
@@ -1796,13 +1801,14 @@ def prepare_weight(weight, dtype):
     `dtype`, in the layout that its machine multiplies fastest."""
     if isinstance(weight, QuantizedWeight):
         if weight.codes.is_cuda or FORCE == "triton":
-            return pack_triton(weight) if triton_form(weight) else weight
+            form = triton_form(weight)
+            return pack_triton(weight, form) if form else weight
         native = (weight.codes.device.type == "cpu" and dtype in C_DTYPES and FORCE != "torch"
                   and c_library()[0])
         if not native:
             return weight
-        return NarrowWeight(*pack_codes(weight), weight.inputs, tuple(weight.codes.shape),
-                            weight.group, narrow_form(weight))
+        return NarrowWeight(*pack_codes(weight), weight.inputs, weight.shape, weight.group,
+                            narrow_form(weight))
     packs = (weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and dtype in C_DTYPES
              and weight.shape[1] % 2 == 0 and FORCE != "torch" and c_library()[0])
     return PackedWeight(pack_linear(weight), tuple(weight.shape)) if packs else weight.to(dtype)

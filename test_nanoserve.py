@@ -7775,7 +7775,7 @@ def test_what_no_gpu_product_takes_stays_as_it_is(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize("form,old,new", [
-    ("int4 minima", "@ weight.mins.T", "@ weight.mins.T * 0"), ("unsigned int4 minima", "+ 8 * scales", "+ 7 * scales"),
+    ("int4 minima", "@ weight.mins.T", "@ weight.mins.T * 0"), ("unsigned int4 minima", "+ half * self.scales", "+ (half - 1) * self.scales"),
     ("int4", "x[:, weight.inputs], torch.float32", "x, torch.float32"), ("fp8", "y * weight.rows", "y"),
     ("w8a8", "y *= rounded.scales", "y *= 1"), ("fp8 blocks", "scales[::DEPTH].contiguous()", "scales[:-(-N // DEPTH)].contiguous()"),
     ("int8", "scales[ids, None], group,", "scales[:len(ids), None], group,")], ids=str)
