@@ -387,7 +387,7 @@ static unsigned begin_tiles(long rows) {
 }
 static void end_tiles(unsigned mode) { _tile_release(); _mm_setcsr(mode); }
 OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
-                        long steps, const char *last, float *c) {
+                        long steps, const char *last, float *c, long ldc) {
   __asm__ volatile("" ::: "memory");
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   for (long i = 0; i < steps; i++, panel += 64 * NC) {
@@ -402,8 +402,9 @@ OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const cha
       _tile_dpbf16ps(2, 7, 4); _tile_dpbf16ps(3, 7, 5);
     }
   }
-  _tile_stored(0, c, 4 * NC); _tile_stored(1, c + 16, 4 * NC);
-  if (pair) { _tile_stored(2, c + 16 * NC, 4 * NC); _tile_stored(3, c + 16 * NC + 16, 4 * NC); }
+  _tile_stored(0, c, 4 * ldc); _tile_stored(1, c + 16, 4 * ldc);
+  if (!pair) return;
+  _tile_stored(2, c + 16 * ldc, 4 * ldc); _tile_stored(3, c + 16 * ldc + 16, 4 * ldc);
 }
 // c[16][64] = as many steps of 16 rows of x times those of 64 columns, bf16 or integers
 #define WIDE_STEPS(dot) for (long i = 0; i < steps; i++, panel += 4096, x += A_TILE) { \
@@ -426,7 +427,7 @@ enum { tiles = 0 };
 static unsigned begin_tiles(long rows) { return 0; }
 static void end_tiles(unsigned mode) {}
 INLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
-                       long steps, const char *last, float *c) {}
+                       long steps, const char *last, float *c, long ldc) {}
 INLINE void wide_steps(int type, const char *x, const char *panel, long steps, const char *last,
                        float *c) {}
 #endif
@@ -494,7 +495,7 @@ INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const ch
         const char *panel = w + p * K * NC * 2;
         if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
         pair_steps(2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, steps, rest ? last : 0,
-                   c);
+                   c, NC);
         for (long r = m; r < least(m1, m + PAIR_ROWS); r++)
           linear_row(bf, bf_out, (f32s *)(c + (r - m) * NC), bias, out + r * ldo * size_of(bf_out),
                      p * NC, N);
@@ -859,9 +860,10 @@ static const float NEVER = -1e30f;  // a score that is not seen; finite: NEVER -
 // Where the rows of a chunk lie. While one chunk is computed the next is asked for, a few rows at a
 // time: memory answers after hundreds of cycles, and blocks lie anywhere. All heads of a position
 // are asked for at once: they lie side by side, and the processor looks ahead by itself.
+// `at` leads from the first of these heads, where k and v point, to the one that is computed.
 typedef struct {
-  const char *k[CHUNK], *v[CHUNK]; float k_scale[CHUNK], v_scale[CHUNK];
-  long n, fetched, bytes, heads;
+  const char *k[CHUNK], *v[CHUNK]; const float *scale[CHUNK]; float k_scale[CHUNK], v_scale[CHUNK];
+  long n, fetched, bytes, heads, at;
 } Rows;
 INLINE void fetch(Rows *r) {  // called n / 8 times for each head of the chunk that is computed
   long end = least(r->n, r->fetched + (8 + r->heads - 1) / r->heads);
@@ -901,10 +903,10 @@ INLINE void transpose16(u32s *a) {
     ((word *)a)[i * 16 + j] = ((word *)b)[j * 16 + i];
 #endif
 }
-INLINE void key_words(int kv, const char **rows, long d, long D, u32s *w) {
-  long z = size_of(kv), bytes = (D - d) * z;
-  if (bytes >= 64) for (int i = 0; i < 16; i++) w[i] = *(const u32s *)(rows[i] + d * z);
-  else for (int i = 0; i < 16; i++) w[i] = last_words(rows[i] + d * z, bytes);
+INLINE void key_words(int kv, const Rows *now, long t, long d, long D, u32s *w) {
+  long z = size_of(kv), bytes = (D - d) * z, at = now->at + d * z;
+  if (bytes >= 64) for (int i = 0; i < 16; i++) w[i] = *(const u32s *)(now->k[t + i] + at);
+  else for (int i = 0; i < 16; i++) w[i] = last_words(now->k[t + i] + at, bytes);
   transpose16(w);
 }
 // Part j of what words of the cache hold, as fp32, or as words of a panel: an fp32 or two bf16.
@@ -927,28 +929,34 @@ INLINE u32s value_row(int kv, const char *row, long d, long D) {  // 16 words th
   if (bytes < 32) { part = last_words(row, bytes); row = (const char *)&part; }
   return load_halves(row);
 }
-INLINE void value_words(int kv, int bf, const char **rows, long d, long D, u32s w[2]) {
-  u32s x = value_row(kv, rows[0], d, D), y = bf ? value_row(kv, rows[1], d, D) : x;
+INLINE void value_words(int kv, int bf, const Rows *now, long t, long d, long D, u32s w[2]) {
+  const char *row = now->v[t] + now->at, *next = now->v[t + 1] + now->at;
+  u32s x = value_row(kv, row, d, D), y = bf ? value_row(kv, next, d, D) : x;
   for (int j = 0; j < 2; j++) {
-    if (kv == FP32) w[j] = j ? value_row(kv, rows[0], d + 16, D) : x;
+    if (kv == FP32) w[j] = j ? value_row(kv, row, d + 16, D) : x;
     else w[j] = bf ? pairs(widen32(kv, x, j), widen32(kv, y, j)) : widen32(kv, x, j);
   }
 }
 // Both as panels of `tile`: keys [n/32][words of D][32 positions], values [D/32][positions][32].
-INLINE void pack(int kv, int bf, Rows *now, long D, char *keys, char *values) {
+INLINE void pack(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys, char *values) {
   long z = size_of(bf), y = size_of(kv), DP = round_up(D, NC);
   for (long t = 0; t < now->n; t += 16) for (long d = 0; d < D; d += 64 / y) {
     u32s w[16];
-    key_words(kv, now->k + t, d, D, w);
+    if (d == 0) fetch(ahead);
+    key_words(kv, now, t, d, D, w);
     char *to = keys + t / NC * NC * DP * z + d * NC * z + t % NC * 4;
     for (int i = 0; i < 16 && (kv == bf || d + i * 4 / y < DP); i++)
       for (int j = 0; j < z / y; j++, to += NC * 4) *(u32s *)to = widen(kv, bf, w[i], j);
   }
-  for (long d = 0; d < D; d += NC) for (long t = 0; t < now->n; t += bf ? 2 : 1)
-    value_words(kv, bf, now->v + t, d, D, (u32s *)(values + (d * CHUNK + t * NC) * z));
+  for (long d = 0; d < D; d += NC) for (long t = 0; t < now->n; t += bf ? 2 : 1) {
+    value_words(kv, bf, now, t, d, D, (u32s *)(values + (d * CHUNK + t * NC) * z));
+    if (t % 16 == 0) fetch(ahead);
+  }
 }
-#define PACK(kv) case kv: if (size_of(kv) <= size_of(bf)) pack(kv, bf, now, D, keys, values); break;
-OUTLINE void pack_any(int kv, int bf, Rows *now, long D, char *keys, char *values) {
+#define PACK(kv) case kv: if (size_of(kv) <= size_of(bf)) pack(kv, bf, now, ahead, D, keys, values); \
+  break;
+OUTLINE void pack_any(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys,
+                      char *values) {
   switch (kv) { PACK(FP32) PACK(BF16) PACK(INT8) PACK(E4M3) PACK(E5M2) }
 }
 // One row of state is m, l and o[DP]. Not inlined: every merge must round alike.
@@ -967,7 +975,7 @@ typedef struct {
 // Dot products s[n] of one row, times the scale, are its scores; they become weights e^(s-m) in p.
 // Returns their sum. The row sees from..to-1. The scales of an int8 cache are taken in here.
 OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n, int from, int to,
-                      float *m, char *p) {
+                      float *m, char *p, long step) {
   const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32s top = splat(NEVER), sum = {};
   for (long t = 0; t < n; t += 16) {
@@ -984,9 +992,10 @@ OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n,
   float shift = from < to ? *m : 0.f;  // a row that sees nothing: weights e^NEVER = 0
   for (long t = 0; t < n; t += 16) {
     f32s e = exp16(*(f32s *)(s + t) - shift);
-    store16(bf, p + t * size_of(bf), e);
-    sum += load16(bf, p + t * size_of(bf));  // of the rounded weights, so that they add up to one
-    if (a->c.scales) store16(bf, p + t * size_of(bf), e * *(const f32s *)(rows->v_scale + t));
+    char *to = p + t / NC * step + t % NC * size_of(bf);
+    store16(bf, to, e);
+    sum += load16(bf, to);  // of the rounded weights, so that they add up to one
+    if (a->c.scales) store16(bf, to, e * *(const f32s *)(rows->v_scale + t));
   }
   return lanes_sum(sum);
 }
@@ -1007,7 +1016,7 @@ INLINE void scores_direct(int R, int bf, Rows *now, Rows *ahead, const char *q, 
     f32n c[ROWS][16 / LANES] = {};
     for (long d = 0; d < D; d += 64 / size_of(bf)) {
       u32s w[16];
-      key_words(bf, now->k + t, d, D, w);
+      key_words(bf, now, t, d, D, w);
       for (int i = 0; i < 16; i++) for (int r = 0; r < R; r++) for (int j = 0; j < 16 / LANES; j++)
         c[r][j] = multiply_add(bf, c[r][j], ((u32n *)(w + i))[j],
                                q + (r * DP + d) * size_of(bf) + 4 * i);
@@ -1022,8 +1031,8 @@ INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, l
     f32n c[ROWS][2 * PARTS] = {};
     for (long t = 0; t < now->n; t += bf ? 2 : 1) {
       u32s w[4];
-      value_words(bf, bf, now->v + t, d, D, w);
-      value_words(bf, bf, now->v + t, d + NC, D, w + 2);
+      value_words(bf, bf, now, t, d, D, w);
+      value_words(bf, bf, now, t, d + NC, D, w + 2);
       for (int r = 0; r < R; r++) for (int j = 0; j < 2 * PARTS; j++)
         c[r][j] = multiply_add(bf, c[r][j], ((u32n *)w)[j], p + (r * CHUNK + t) * size_of(bf));
       if (t % 16 == 0) fetch(ahead);
@@ -1040,10 +1049,25 @@ INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, con
   if (direct) scores_direct(R, bf, c->now, c->ahead, q, a->DP, a->D, s);
   else times_panels(R, bf, c->keys, q, a->DP, round_up(a->D, 2), n, s[0], CHUNK);
   for (int r = 0; r < R; r++)
-    l[r] = softmax(bf, a, c->now, s[r], n, from[r], to[r], m + r, p + r * CHUNK * size_of(bf));
+    l[r] = softmax(bf, a, c->now, s[r], n, from[r], to[r], m + r, p + r * CHUNK * size_of(bf),
+                   NC * size_of(bf));
   if (direct) weigh_direct(R, bf, c->now, c->ahead, p, a->DP, a->D, o);
   else times_panels(R, bf, c->values, p, CHUNK, n, a->DP, o, a->DP);
   for (int r = 0; r < rows; r++) merge(state + r * (a->DP + 2), m[r], l[r], o + r * a->DP, a->DP);
+}
+// The same of up to PAIR_ROWS rows with tiles; q is in tiles.
+OUTLINE void attend_tiles(const Attn *a, const Chunk *c, const char *q, long rows, long n,
+                          const int *from, const int *to, float *state) {
+  float s[PAIR_ROWS * CHUNK], o[PAIR_ROWS * a->DP], m[PAIR_ROWS], l[PAIR_ROWS];
+  char p[PAIR_ROWS * CHUNK * 2];
+  for (long t = 0; t < n; t += NC)
+    pair_steps(1, rows > 16, q, 32 * a->DP, c->keys + t * a->DP * 2, a->DP / 32, 0, s + t, CHUNK);
+  for (long r = 0; r < rows; r++)
+    l[r] = softmax(BF16, a, c->now, s + r * CHUNK, n, from[r], to[r], m + r,
+                   in_tiles(p, CHUNK * 2, 1, r, 0), A_TILE);
+  for (long d = 0; d < a->DP; d += NC)
+    pair_steps(1, rows > 16, p, 32 * CHUNK, c->values + d * CHUNK * 2, n / 32, 0, o + d, a->DP);
+  for (long r = 0; r < rows; r++) merge(state + r * (a->DP + 2), m[r], l[r], o + r * a->DP, a->DP);
 }
 // ---- attention over the paged cache: the whole step ---------------------------------------------
 // An item is some tokens of one sequence (up to 128 query rows) against one kv head, or all of them
@@ -1067,10 +1091,10 @@ static long plan(const Attn *a, Item *w, float *part) {
     long L = a->start[s + 1] - a->start[s], heads = L * a->H <= 128 ? a->KH : 1;
     for (long r0 = 0; r0 < L; r0 += tokens) {
       long r1 = least(L, r0 + tokens), end = row_pos(a, s, r1 - 1) + 1;
-      long c0 = first_seen(a, row_pos(a, s, r0)) / CHUNK, c1 = most(c0, (end + CHUNK - 1) / CHUNK);
-      long step = a->split ? 1 : most(1, c1 - c0);  // an empty sequence: one item without chunks
+      long c0 = first_seen(a, row_pos(a, s, r0)) / CHUNK, c1 = most(c0 + 1, (end + CHUNK - 1) / CHUNK);
+      long step = a->split ? 1 : c1 - c0;  // an empty sequence has one chunk of no positions
       for (long h = 0; h < a->KH; h += heads)
-        for (long c = c0; c < c1 || c == c0; c += step, count++) if (w) {
+        for (long c = c0; c < c1; c += step, count++) if (w) {
           w[count] = (Item){s, h, heads, r0, r1, c, least(c + step, c1), c == c0, part};
           if (a->split) part += rows_of(a, w + count) * (a->DP + 2);
         }
@@ -1096,9 +1120,9 @@ INLINE void finish(int bf, const Attn *a, const Item *w, const float *state) {
     }
   }
 }
-// The rows of chunk c and head h in whole panels. Positions outside [lo, hi) are zeros: a slot that
-// nobody wrote, or a block that left the window, may hold NaN, and 0 times NaN is NaN.
-INLINE void find_rows(const Attn *a, const Item *w, long h, long c, const char *zeros, Rows *r) {
+// The rows of chunk c in whole panels. Positions outside [lo, hi) are zeros: a slot that nobody
+// wrote, or a block that left the window, may hold NaN, and 0 times NaN is NaN.
+INLINE void find_rows(const Attn *a, const Item *w, long c, const char *zeros, Rows *r) {
   long lo = first_seen(a, row_pos(a, w->s, w->r0)), hi = row_pos(a, w->s, w->r1 - 1) + 1;
   long from = most(c * CHUNK, lo), offset = from % a->c.BS, y = size_of(a->c.kv);
   const int32_t *block_id = a->table + w->s * a->ld_table + from / a->c.BS;
@@ -1106,81 +1130,101 @@ INLINE void find_rows(const Attn *a, const Item *w, long h, long c, const char *
   r->fetched = 0; r->bytes = w->heads * a->D * y; r->heads = w->heads;
   for (long t = 0; t < r->n; t++) {
     r->k[t] = r->v[t] = zeros;
-    r->k_scale[t] = r->v_scale[t] = 0;
+    r->scale[t] = 0;
     if (c * CHUNK + t < lo || c * CHUNK + t >= hi) continue;
-    long at = *block_id * a->c.block + offset * a->c.token + h * a->c.head;
+    long at = *block_id * a->c.block + offset * a->c.token + w->h * a->c.head;
     r->k[t] = a->c.data + at * y;
     r->v[t] = a->c.data + (at + a->c.plane) * y;
-    if (a->c.scales) {
-      const float *scale = a->c.scales + (*block_id * a->c.BS + offset) * a->KH + h;
-      r->k_scale[t] = scale[0];
-      r->v_scale[t] = scale[a->c.plane / a->D];
-    }
+    if (a->c.scales) r->scale[t] = a->c.scales + (*block_id * a->c.BS + offset) * a->KH + w->h;
     if (++offset == a->c.BS) { offset = 0; block_id++; }
   }
 }
-INLINE int direct(int bf, const Attn *a, const Item *w) {
-  return a->c.kv == bf && (w->r1 - w->r0) * a->G <= ROWS;
+INLINE void choose_head(const Attn *a, long h, Rows *r) {  // of those of the item
+  r->at = h * a->c.head * size_of(a->c.kv);
+  if (a->c.scales) for (long t = 0; t < r->n; t++) {
+    const float *scale = r->scale[t] + h;
+    r->k_scale[t] = r->scale[t] ? scale[0] : 0;
+    r->v_scale[t] = r->scale[t] ? scale[a->c.plane / a->D] : 0;
+  }
 }
-// All query rows of head h of an item against one chunk, at most ROWS at a time.
-INLINE void run_chunk(int bf, const Attn *a, const Item *w, long h, long c, const Chunk *ch,
+INLINE int direct(int bf, const Attn *a, const Item *w) {
+  return !(bf && tiles) && a->c.kv == bf && (w->r1 - w->r0) * a->G <= ROWS;
+}
+// All query rows of one head of an item against one chunk, some at a time.
+INLINE void run_chunk(int bf, const Attn *a, const Item *w, long c, const Chunk *ch,
                       const char *q, float *state) {
-  long R = (w->r1 - w->r0) * a->G, n = ch->now->n;
-  for (long i = 0; i < R; i += ROWS) {
-    int from[ROWS] = {0}, to[ROWS] = {0}, last = 0;
-    for (long r = 0; r < least(ROWS, R - i); r++) {
+  long R = (w->r1 - w->r0) * a->G, n = ch->now->n, step = bf && tiles ? PAIR_ROWS : ROWS;
+  for (long i = 0; i < R; i += step) {
+    int from[PAIR_ROWS] = {0}, to[PAIR_ROWS] = {0}, last = 0;
+    for (long r = 0; r < least(step, R - i); r++) {
       long pos = row_pos(a, w->s, w->r0 + (i + r) / a->G);
       from[r] = least(CHUNK, most(0, first_seen(a, pos) - c * CHUNK));
       to[r] = least(n, pos + 1 - c * CHUNK);
       last = most(last, to[r]);
     }
-    const char *qi = q + (h * R + i) * a->DP * size_of(bf);
-    float *st = state + (h * R + i) * (a->DP + 2);
-    if (direct(bf, a, w)) WITH_R(R, attend, bf, 1, a, ch, qi, R, n, from, to, st)
+    const char *qi = q + i * a->DP * size_of(bf);
+    float *st = state + i * (a->DP + 2);
+    if (bf && tiles) {
+      if (last) attend_tiles(a, ch, qi, least(step, R - i), round_up(last, NC), from, to, st);
+    } else if (direct(bf, a, w)) WITH_R(R, attend, bf, 1, a, ch, qi, R, n, from, to, st)
     else if (last)
       attend(ROWS, bf, 0, a, ch, qi, least(ROWS, R - i), round_up(last, NC), from, to, st);
   }
 }
-// `after` is the item that comes next, or 0.
+// `after` is the item that comes next, or 0. rows[*turn] are those of the first chunk, and will be
+// those of the next item's.
 INLINE void run_item(int bf, const Attn *a, const Item *w, const Item *after, char *space,
-                     float *state) {
-  long DP = a->DP, z = size_of(bf), rows = rows_of(a, w);
+                     float *state, const char *zeros, Rows *rows, long *turn) {
+  long DP = a->DP, z = size_of(bf), n = rows_of(a, w), R = n / w->heads;
+  long RP = bf && tiles ? round_up(R, 16) : R;
   char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z;
-  char *zeros = q + rows * DP * z;
-  memset(q, 0, (rows + ROWS) * DP * z);  // queries are padded to DP and to whole groups
-  for (long i = 0; i < rows; i++)
-    memcpy(q + i * DP * z, a->q + row_at(a, w, i, a->ldq) * z, a->D * z);
-  clear(state, rows, DP);
-  Rows now, ahead;
-  for (long c = w->c0; c < w->c1; c++) for (long h = 0; h < w->heads; h++) {
-    Chunk ch = {keys, values, &now, &ahead};
-    find_rows(a, w, w->h + h, c, zeros, &now);
-    if (h == 0) {
-      ahead.n = ahead.fetched = 0;
-      if (c + 1 < w->c1) find_rows(a, w, w->h, c + 1, zeros, &ahead);
-      else if (after) find_rows(a, after, after->h, after->c0, zeros, &ahead);
-      ahead.heads = w->heads;
-    }
-    if (!direct(bf, a, w)) pack_any(a->c.kv, bf, &now, a->D, keys, values);
-    run_chunk(bf, a, w, h, c, &ch, q, state);
+  memset(q, 0, (RP * w->heads + ROWS) * DP * z);  // queries are padded to DP and to whole groups
+  for (long i = 0; i < n; i++) {
+    const char *from = a->q + row_at(a, w, i, a->ldq) * z;
+    if (bf && tiles) for (long d = 0; d < a->D; d += 32)
+      memcpy(in_tiles(q, 2 * DP, 1, i / R * RP + i % R, d * 2), from + d * 2,
+             least(32, a->D - d) * 2);
+    else memcpy(q + i * DP * z, from, a->D * z);
   }
+  unsigned mode = bf && tiles ? begin_tiles(R) : 0;
+  clear(state, n, DP);
+  for (long c = w->c0; c < w->c1; c++) {
+    Rows *now = rows + *turn, *ahead = rows + (*turn ^= 1);
+    ahead->n = ahead->fetched = 0;
+    if (c + 1 < w->c1) find_rows(a, w, c + 1, zeros, ahead);
+    else if (after) find_rows(a, after, after->c0, zeros, ahead);
+    ahead->heads = w->heads;
+    Chunk ch = {keys, values, now, ahead};
+    for (long h = 0; h < w->heads; h++) {
+      choose_head(a, h, now);
+      if (!direct(bf, a, w)) pack_any(a->c.kv, bf, now, ahead, a->D, keys, values);
+      run_chunk(bf, a, w, c, &ch, q + h * RP * DP * z, state + h * R * (DP + 2));
+    }
+  }
+  if (bf && tiles) end_tiles(mode);
 }
 INLINE void attention(int bf, Team *t, const Attn *a) {
   long n = a->items, row = a->DP + 2, state_size = round_up(most_rows(a) * row * 4, 64);
-  // Of this thread: key and value panels, queries, rows of zeros; then the state, then the items.
-  long space = round_up((2 * CHUNK + most_rows(a) + ROWS) * a->DP * size_of(bf), 64);
-  char *mine = room(&own, space + state_size + n * sizeof(Item));
-  float *state = (float *)(mine + space);
-  Item *w = (Item *)(mine + space + state_size);
+  // Of this thread: panels, queries, rows of zeros; then the state, then the items.
+  long queries = most_rows(a) + 16 * a->KH + ROWS, zeros = a->KH * a->c.head * size_of(a->c.kv);
+  long space = round_up((2 * CHUNK + queries) * a->DP * size_of(bf), 64);
+  char *mine = room(&own, space + round_up(zeros, 64) + state_size + n * sizeof(Item));
+  memset(mine + space, 0, zeros);
+  float *state = (float *)(mine + space + round_up(zeros, 64));
+  Item *w = (Item *)((char *)state + state_size);
   plan(a, w, t->shared);
-  for (long i = next(t), j; i < n; i = j) {
+  Rows rows[2];
+  long turn = 0, i = next(t);
+  if (i < n) find_rows(a, w + i, w[i].c0, mine + space, rows);
+  for (long j; i < n; i = j) {
     j = next(t);
-    run_item(bf, a, w + i, j < n ? w + j : 0, mine, a->split ? w[i].part : state);
+    run_item(bf, a, w + i, j < n ? w + j : 0, mine, a->split ? w[i].part : state, mine + space,
+             rows, &turn);
     if (!a->split) finish(bf, a, w + i, state);
   }
   if (!a->split) return;
   barrier(t);
-  for (long i; (i = next(t)) < n;) if (w[i].first) {
+  while ((i = next(t)) < n) if (w[i].first) {
     long rows = rows_of(a, w + i);
     clear(state, rows, a->DP);
     for (long j = i; j < n && (j == i || !w[j].first); j++) for (long r = 0; r < rows; r++) {

@@ -7378,7 +7378,7 @@ def test_c_fetches_ahead_only_what_it_found(tmp_path):
     taken for addresses. Here it holds the worst."""
     code = """if True:
         import torch, kernels
-        plain, worst = "Rows now, ahead;", "Rows now, ahead; ahead.fetched = -1L << 40; ahead.bytes = 64;"
+        plain, worst = "Rows rows[2];", "Rows rows[2]; rows[1].fetched = -1L << 40; rows[1].bytes = 64;"
         assert plain in kernels.C_SOURCE
         kernels.C_SOURCE = kernels.C_SOURCE.replace(plain, worst)
         lens, start = [43, 7, 130, 1], torch.tensor([0, 43, 44, 46, 47], dtype=torch.int32)
