@@ -3601,6 +3601,45 @@ def test_64_requests_one_by_one_get_the_same_tokens_as_together():
     assert [run_jobs(llm, [job])[0] for job in mixed_jobs()] == run_jobs(toy_llm(), mixed_jobs())
 
 
+def test_requests_together_take_fewer_steps_than_one_by_one():
+    llm, prompts = toy_llm(), [[i, 2, 3] for i in range(8)]
+    together = ask(llm, prompts, greedy(6, ignore_eos=True))
+    assert llm.core.stats()["steps"] == 6
+    alone = [ask(llm, [prompt], greedy(6, ignore_eos=True))[0] for prompt in prompts]
+    assert llm.core.stats()["steps"] == 6 + 8 * 6
+    assert [o.outputs[0].token_ids for o in alone] == [o.outputs[0].token_ids for o in together]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("caching", [True, False])
+def test_all_sixteen_combinations_of_switches_give_the_same_tokens(caching, chunked, drafter, kv_cache_dtype):
+    """Each switch works beside the others, and its counter says whether it did."""
+    jobs = [(prompt, kwargs | dict(temperature=0.0)) for prompt, kwargs in mixed_jobs()[:12]]
+    llm = toy_llm(enable_prefix_caching=caching, enable_chunked_prefill=chunked, speculative=drafter, prompt_lookup_min=1,
+                  kv_cache_dtype=kv_cache_dtype, block_size=4, long_prefill_token_threshold=9 if chunked else 0)
+    assert run_jobs(llm, jobs) == [unhurried_run(kv_cache_dtype, prompt, tuple(kwargs.items())) for prompt, kwargs in jobs]
+    stats = llm.core.stats()
+    assert (stats["prefix_hits"] > 0) == caching and (stats["prefill_chunks"] > 0) == chunked
+    assert (stats.get("spec_drafted", 0) > 0) == (drafter == "ngram") and stats["preemptions"] == 0
+
+
+def test_what_the_work_cannot_cause_is_counted_as_zero():
+    """Selected is not executed: everything is on, but prompts differ, fit, and end with their first token."""
+    llm = drafting_llm("ngram")
+    names = ("prefix_hits", "prefill_chunks", "preemptions", "spec_drafted")
+    idle = {name: backend.executed for name, backend in kernels.ATTENTION.items() if name != llm.core.attention_name}
+    ask(llm, [[i] * 40 for i in range(8)], greedy(1))
+    assert [llm.core.stats().get(name, 0) for name in names] == [0] * 4
+    assert all(kernels.ATTENTION[name].executed == count for name, count in idle.items())
+    small = dict(num_kv_blocks=17, block_size=4, reserve_full_sequence=False, max_model_len=64, max_num_batched_tokens=20, max_num_seqs=8)
+    llm = drafting_llm("ngram", **small)
+    ask(llm, [[i // 2] * 30 for i in range(4)], greedy(20, ignore_eos=True))
+    counts = [llm.core.stats().get(name, 0) for name in names]
+    assert all(counts), counts
+
+
 @pytest.mark.parametrize("policy", ns.POLICIES)
 @pytest.mark.parametrize("caching", [True, False])
 def test_forced_preemption_changes_no_token(policy, caching):
@@ -6410,6 +6449,16 @@ def test_generate_answers_good_lines_and_reports_bad_ones(tmp_path, capsys):
     assert rows[10]["prompt_token_ids"] == [256, *"é🚀".encode()] and "5 of 11" in err
     (tmp_path / "in.jsonl").write_text(jobs[0], encoding="utf-8")
     assert run_main(capsys, *args)[0] == 0
+
+
+def test_stats_count_the_positions_of_4_prompt_tokens_and_5_outputs(tmp_path, capsys):
+    """8 positions and not 9: the last token is not fed back; the prefix cache has nothing to do with it."""
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [11, 12, 13, 14]}')
+    for flags in ([], ["--no-enable-prefix-caching"]):
+        code, out, err = run_main(capsys, "generate", "--model", "toy", "--input", tmp_path / "in.jsonl", "--stats", "--dtype", "float32",
+                                  "--temperature", "0", "--max-tokens", "5", "--ignore-eos", "--num-kv-blocks", "60", *flags)
+        assert code == 0 and re.search(r"\bscheduled_tokens=8\b", err) and re.search(r"\bgeneration_tokens=5\b", err)
+        assert json.loads(out)["outputs"][0]["token_ids"] == plain_run((11, 12, 13, 14), 5, ignore_eos=True)
 
 
 def test_generate_from_and_to_pipes():
