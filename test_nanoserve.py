@@ -6260,16 +6260,21 @@ def test_server_says_in_one_sentence_why_it_cannot_start(served, capsys, monkeyp
     assert code == 2 and "something in the front end" in err and not alive(*cores)
 
 
-def test_bench_streams_compares_the_server_with_the_engine(served, capsys):
+def test_bench_streams_compares_the_server_with_the_engine(served, tmp_path, capsys):
+    """The README's line, at this server's port and with its model, in two rounds of four streams."""
     address = f"http://127.0.0.1:{served.port}"
-    def run(url, outputs=8):
-        return bench.main(["streams", "--model", "toy", "--url", url, "--streams", "4", "--repeat", "2", "--outputs", str(outputs)])
-    assert run(address) == 0
+    typed = next(line for line in readme_commands() if "bench.py streams" in line)
+    def run(url, *more):
+        words = shlex.split(typed.replace("http://localhost:8000", url))[2:]
+        return bench.main([*words, "--model", "toy", "--streams", "4", "--repeat", "2", *more])
+    assert run(address, "--plot", str(tmp_path / "a.svg")) == 0
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["same"] == 12 and len(result["ratio"]) == 2  # the first of three rounds warms up
     assert [there / here for here, there in zip(*result["tok_s"].values())] == result["ratio"]
-    for url, outputs, words in (("http://127.0.0.1:1", 8, "127.0.0.1:1"), (address, 1000, "400 Bad Request")):
-        assert run(url, outputs) == 2
+    assert result["source"] == "measured" and result["outputs"] == 8 and result["kv_blocks"] == bench_server.NUM_BLOCKS
+    for url, outputs, words in (("http://127.0.0.1:1", "8", "127.0.0.1:1"), (address, "1000", "400 Bad Request")):
+        assert run(url, "--outputs", outputs) == 2
         assert words in capsys.readouterr().err
 
 
@@ -8617,6 +8622,9 @@ ELSEWHERE = {  # who runs it verbatim, or why nobody can
     "python nanoserve.py": "test_the_chat_of_the_readme_is_what_it_says",
     "python nanoserve.py --temperature 0": "test_the_chat_of_the_readme_is_what_it_says",
     "cat jobs.jsonl": "the fixture readme_folder writes that file from what the README shows",
+    "python nanoserve.py serve": "the class Served, with --model toy and a free port: "
+                                 "test_server_gives_the_ids_of_generate_whole_and_streamed",
+    "python bench.py streams --quick --url http://localhost:8000": "test_bench_streams_compares_the_server_with_the_engine",
     "python bench.py lesson all": "test_all_lessons_take_less_than_a_minute",
     "python bench.py kernels --static": "the fixture static_reports",
     **{f"python bench.py lesson {n}": "test_every_number_of_a_lesson_is_the_articles" for n in range(1, 8)},
@@ -8627,7 +8635,7 @@ PEERS = "/path/to/python"  # of an interpreter that only the reader has; with th
 def test_every_command_of_the_readme_is_executed_somewhere():
     ci, tests = (HERE / ".ci" / "run").read_text(), Path(__file__).read_text()
     lines = readme_commands()
-    assert len(lines) > 30 and len(QUICK) == 8 and set(ELSEWHERE) <= set(lines)
+    assert len(lines) > 30 and len(QUICK) == 9 and set(ELSEWHERE) <= set(lines)
     for line, where in ELSEWHERE.items():
         name = re.search(r"test_\w+|readme_folder|static_reports", where)
         assert f"def {name[0]}(" in tests if name else all(word in ci for word in line.split()[1:]), line
@@ -8646,7 +8654,7 @@ def readme_folder(tmp_path_factory):
 
 @pytest.mark.parametrize("line", [c for c in readme_commands() if c not in ELSEWHERE and PEERS not in c])
 def test_commands_of_the_readme_run(line, readme_folder, monkeypatch, capsys):
-    """Verbatim. The eight measurements take minutes together: in CI only, small ones run everywhere."""
+    """Verbatim. The measurements take minutes together: in CI only, small ones run everywhere."""
     if line in QUICK and not os.environ.get("CI"):
         pytest.skip("a measurement of up to 50 s: runs where CI is set")
     words, file = shlex.split(line), re.search(r"\w+\.py", line)[0]
