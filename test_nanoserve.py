@@ -5580,8 +5580,9 @@ def doomed(tmp_path_factory):
     """Servers that their tests will end, by name; they load while other tests run."""
     script = tmp_path_factory.mktemp("faulty") / "faulty.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n" + FAULTY)
-    servers = {"drained": Served("--drain-timeout", 2), "hurried": Served("--drain-timeout", 60), "killed": Served("--api-key", "sesame"),
+    servers = {"drained": Served("--drain-timeout", 2, "--trace", script.with_name("t.jsonl")), "hurried": Served("--drain-timeout", 60), "killed": Served("--api-key", "sesame"),
                "faulty": Served("--num-kv-blocks", 20, "--max-model-len", 300, "--paranoid", script=(str(script),))}
+    servers["drained"].trace = script.with_name("t.jsonl")
     yield servers
     for server in servers.values():
         server.process.kill()
@@ -6136,8 +6137,26 @@ def to_the_end(client):
     return b"".join(iter(lambda: client.recv(65536), b""))
 
 
+def a_request_can_be_followed_through_the_trace(served):
+    """From HTTP to attention and back, each hop with its time: the client's clock holds the log's, and that
+    holds the waiting for the first plan and every step of the request, phase by phase."""
+    started = time.monotonic()
+    _, answer, _ = served.call("/v1/completions", {"prompt": "x" * 40, "max_tokens": 5, "ignore_eos": True})
+    seen, name = time.monotonic() - started, answer["id"]
+    line = next(json.loads(line) for line in served.lines if name in line)
+    rows = [row for row in map(json.loads, served.trace.read_text().splitlines()) if f"{name}-0" in row["scheduled"]]
+    assert [row["scheduled"][f"{name}-0"] for row in rows] == [line["prompt_tokens"], 1, 1, 1, 1]
+    waited, (steps, first) = rows[0]["waited"][f"{name}-0"], (sum(sum(r["phases"].values()) for r in part) for part in (rows, rows[:1]))
+    assert 0 < waited < waited + first <= line["ttft"] + 1e-3 and line["ttft"] < line["e2e"]
+    assert first < steps and waited + steps <= line["e2e"] + 1e-3 <= seen + 2e-3
+    assert all({"schedule", "pack", "forward", "sample", "update"} <= set(row["phases"]) for row in rows)
+    assert all(row["backend"] in kernels.ATTENTION and row["tables"][f"{name}-0"] for row in rows)
+    assert rows[-1]["finished"] == {f"{name}-0": "length"} and not any(row["waited"] for row in rows[1:])
+
+
 def test_server_drains_on_sigterm(doomed):
     with doomed["drained"] as served:
+        a_request_can_be_followed_through_the_trace(served)
         client = served.connect()
         client.request("GET", "/health")  # a connection that stays open, idle
         client.getresponse().read()
@@ -8497,6 +8516,27 @@ def test_serving_experiments_print_one_json_object(name, tmp_path, capsys):
     assert (tmp_path / "a.svg").read_text().startswith("<svg") and result["repeat"] == repeat
 
 
+def test_smaller_chunks_shorten_the_gaps_of_others_and_delay_the_long_prompt(monkeypatch, capsys):
+    """On a clock on which a step takes 3 ms and each of its tokens another 0.02 ms."""
+    now, step = [0.0], ns.EngineCore.step
+    def timed(core):
+        before = core.counts["scheduled_tokens"]
+        news = step(core)
+        now[0] += 0.003 + 0.00002 * (core.counts["scheduled_tokens"] - before)
+        return news
+    def sleep(seconds):
+        now[0] += seconds
+    monkeypatch.setattr(ns.EngineCore, "step", timed)
+    monkeypatch.setattr(bench_serving, "time", types.SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep))
+    assert bench.main(["chunk", "--model", "toy", "--repeat", "1"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    gaps, waits = ([row[name][0] for row in rows] for name in ("itl_p99", "ttft_long"))
+    assert [row["chunk"] for row in rows] == [64, 128, 256, 512, 2048] and all(row["same"] for row in rows)
+    chunks = [min(row["chunk"], 1800) for row in rows]  # the prompt's length
+    assert gaps == pytest.approx([3 + 0.02 * (chunk + 8) for chunk in chunks])  # beside 8 streams
+    assert waits == sorted(waits, reverse=True) and waits[0] > 3 * waits[-1]
+
+
 @contextlib.contextmanager
 def scripted_server(bodies):
     """A server that streams "a", 50 ms, "b", 50 ms, "c" and says that these were five tokens."""
@@ -8748,12 +8788,14 @@ def test_the_readme_stays_short_and_names_what_exists():
 # ---- bench.py quant
 
 def test_bench_quant_compares_distributions_and_speeds(capsys):
-    assert bench.main(["quant", "--quick", "--model", "toy", "--format", "int8", "int4"]) == 0
+    assert bench.main(["quant", "--quick", "--model", "toy", "--format", "int8", "int4", "kv int8"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     rows = {row["format"]: row for row in json.loads(lines[-1])["formats"]}
-    assert [*rows] == ["bf16", "int8", "int4"] and rows["bf16"]["kl"] == 0 and rows["bf16"]["top1"] == 1
+    assert [*rows] == ["bf16", "int8", "int4", "kv int8"] and rows["bf16"]["kl"] == 0 and rows["bf16"]["top1"] == 1
     assert 0 < rows["int8"]["kl"] < rows["int4"]["kl"] < 3 and all(min(row["one"] + row["many"]) > 0 for row in rows.values())
     assert rows["int4"]["weight_mib"] < rows["int8"]["weight_mib"] < rows["bf16"]["weight_mib"]
+    narrow = rows["kv int8"]  # 2 layers x 2 heads x K and V x 16 codes and a scale, per token
+    assert narrow["kv_bytes_per_token"] == 8 * (16 + 4) and 0 < narrow["kl"] < rows["int4"]["kl"] and 0.5 < narrow["top1"] <= 1
 
 
 @pytest.mark.parametrize("line", ["quant --format int8", "spec", "throughput --dtype fp32"])
