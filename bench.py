@@ -625,8 +625,13 @@ def phase_shares(phases):
 # A command is a row of COMMANDS and two functions of its module, by name: run_throughput(arguments)
 # and add_throughput_options(parser). ValueError is what the person at the keyboard can mend.
 
+SOURCES = ("measured", "computed", "quoted")
+
 def publish(result, file=None):
-    """Print result as one line of JSON, and append the line to file."""
+    """Print result as one line of JSON, and append the line to file. ValueError for figures that do
+    not say where they come from."""
+    if result.get("source") not in SOURCES:
+        raise ValueError(f"a result needs a source, one of {SOURCES}: {list(result)}")
     line = json.dumps(result)
     if file:
         with open(file, "a", encoding="utf-8") as out:

@@ -1,7 +1,7 @@
 """bench_server.py: what HTTP and a second process cost: the same requests by a server and here.
 
-    python nanoserve.py serve --num-kv-blocks 1024 --max-model-len 1024    in one terminal
-    python bench.py streams --url http://localhost:8000                    in another
+    python nanoserve.py serve                              in one terminal
+    python bench.py streams --url http://localhost:8000    in another
 
 Both have the same model and machine, and take turns, so that the ratio holds where the machine is
 shared with others.  The clients read and count nothing while the clock runs.
@@ -17,8 +17,10 @@ import random
 import time
 import urllib.parse
 
+import bench_plot
 import nanoserve
-from bench import DEFAULT_MODEL, describe_run, positive, publish, spread
+from bench import (
+    DEFAULT_MODEL, add_measure_options, describe_run, positive, publish, spread)
 
 
 # ==================================================================================================
@@ -74,16 +76,20 @@ def text_of(url, answer):
 # 2  streams
 # ==================================================================================================
 
+NUM_BLOCKS = 1024  # 64 streams of up to 255 tokens
+
 def run_streams(args):
-    count, outputs, url = args["streams"], args["outputs"], args["url"].rstrip("/")
+    quick, url = args["quick"], args["url"].rstrip("/")
+    count, outputs = args["streams"], args["outputs"] or (8 if quick else 32)
+    repeat = args["repeat"] or (1 if quick else 7)
     head = describe_run(url=url, model=args["model"] or DEFAULT_MODEL, streams=count,
-                        outputs=outputs, repeat=args["repeat"])
-    llm = nanoserve.LLM(model=args["model"], num_kv_blocks=1024, max_model_len=1024)
+                        outputs=outputs, repeat=repeat, kv_blocks=NUM_BLOCKS)
+    llm = nanoserve.LLM(model=args["model"], num_kv_blocks=NUM_BLOCKS, max_model_len=1024)
     rng = random.Random(0)
     ways = {"here": lambda prompts: run_here(llm, prompts, outputs),
             "server": lambda prompts: run_there(url, prompts, outputs)}
     speeds, same = {way: [] for way in ways}, 0
-    for turn in range(args["repeat"] + 1):  # the first warms up
+    for turn in range(repeat + 1):  # the first warms up
         prompts = [[rng.randrange(llm.front.vocab_size) for _ in range(32)] for _ in range(count)]
         texts = {}
         for way in sorted(ways, reverse=turn % 2):
@@ -92,18 +98,18 @@ def run_streams(args):
         same += sum(a == b for a, b in zip(*texts.values()))
     for way in ways:
         del speeds[way][0]
-    total = count * (args["repeat"] + 1)
+    total = count * (repeat + 1)
     ratios = [there / here for here, there in zip(speeds["here"], speeds["server"])]
     print(f"\n{count} streams of {outputs} tokens, greedy, prompts of 32\n"
           f"tok/s here    {spread(speeds['here'])}\ntok/s server  {spread(speeds['server'])}\n"
           f"ratio         {spread(ratios)}\nsame texts    {same} of {total}\n")
+    bench_plot.draw_bars(args["plot"], f"{count} streams, {outputs} tokens each",
+                         "tokens per second", speeds)
     publish(dict(head, tok_s=speeds, ratio=ratios, same=same), args["json"])
 
 def add_streams_options(parser):
+    add_measure_options(parser, "8 tokens of each, one round", "rounds (default: 7, quick: 1)")
     add = parser.add_argument
     add("--url", required=True, help="a server that runs the same model on this machine")
-    add("--model", help=f"as nanoserve.py --model (default: {DEFAULT_MODEL})")
     add("--streams", type=positive, default=64, help="at once (default: 64)")
-    add("--outputs", type=positive, default=32, help="tokens of each (default: 32)")
-    add("--repeat", type=positive, default=7, help="rounds (default: 7)")
-    add("--json", metavar="FILE", help="append the JSON object to this file")
+    add("--outputs", type=positive, help="tokens of each (default: 32, quick: 8)")

@@ -1422,6 +1422,7 @@ class Scheduler:
         self.running = []  # in order of admission
         self.finished_req_ids = []  # since the last plan
         self.num_preemptions, self.num_finished = 0, Counter()  # the latter by finish_reason
+        self.num_chunks = 0  # shares of an input that were not its last
         self.speculation = SpeculationStats()
 
     def add_request(self, request):
@@ -1468,6 +1469,7 @@ class Scheduler:
             request.num_computed_tokens += count
             known = request.num_tokens + request.num_output_placeholders
             request.is_prefill_chunk = request.num_computed_tokens < known
+            self.num_chunks += request.is_prefill_chunk
             if self.async_scheduling and not request.is_prefill_chunk:
                 drafts = plan.scheduled_spec_decode_tokens.get(request_id, ())
                 request.num_output_placeholders += 1 + len(drafts)
@@ -2365,7 +2367,7 @@ class Tracer:
         self.style, self.num_steps = style, 0
         self.file.write("[\n" if style == "chrome" else "")  # that format allows a missing end
 
-    def record(self, core, plan, tables, news, started):
+    def record(self, core, plan, tables, waited, news, started):
         BS, scheduled, frontier, slots = core.config.block_size, plan.num_scheduled_tokens, {}, {}
         for data in (*plan.scheduled_cached_reqs, *plan.scheduled_new_reqs):
             i, start = data.request_id, data.num_computed_tokens
@@ -2374,7 +2376,7 @@ class Tracer:
         row = dict(
             step=self.num_steps, time=started, scheduled=scheduled, total=sum(scheduled.values()),
             budget=core.config.max_num_batched_tokens, preempted=plan.preempted_req_ids,
-            new=[new.request_id for new in plan.scheduled_new_reqs],
+            new=[*waited], waited=waited,  # seconds from the front end to the first plan
             forgotten=plan.finished_req_ids, tables=tables, slots=slots, frontier=frontier,
             backend=core.attention_name,
             new_token_ids={n.request_id: n.new_token_ids for n in news},
@@ -2525,12 +2527,13 @@ class EngineCore:
         self.clock.lap("idle")
         self.clock.step.clear()
         scheduler, started = self.scheduler, self.clock.last
-        plan = scheduler.schedule()
+        plan, waited = scheduler.schedule(), {}
         for new in plan.scheduled_new_reqs:
             request = scheduler.requests[new.request_id]
             if request.first_scheduled_time is None:  # not back from a preemption
                 request.first_scheduled_time = time.monotonic()
                 self.counts["prompt_tokens"] += request.num_prompt_tokens
+            waited[new.request_id] = request.first_scheduled_time - request.arrival_time
         if self.tracer:
             planned = [scheduler.requests[i] for i in plan.num_scheduled_tokens]
             tables = {r.request_id: scheduler.kv.block_ids(r) for r in planned}
@@ -2549,7 +2552,7 @@ class EngineCore:
             check_invariants(self)
         self.clock.lap("update")
         if self.tracer:
-            self.tracer.record(self, plan, tables, news, started)
+            self.tracer.record(self, plan, tables, waited, news, started)
             self.clock.lap("trace")
         return news
 
@@ -2563,7 +2566,8 @@ class EngineCore:
         finished = {f"finished_{reason}": n for reason, n in scheduler.num_finished.items()}
         return dict(
             self.counts, **finished, running=len(scheduler.running), waiting=len(scheduler.waiting),
-            preemptions=scheduler.num_preemptions, kv_usage=pool.usage, free_blocks=pool.num_free,
+            preemptions=scheduler.num_preemptions, prefill_chunks=scheduler.num_chunks,
+            kv_usage=pool.usage, free_blocks=pool.num_free,
             weight_bytes=self.bytes["weights"], scale_bytes=self.bytes["scales"],
             draft_model_bytes=self.bytes["draft"], kv_bytes=self.bytes["kv"],
             activation_bytes=self.runner.activation_bytes,
