@@ -1240,33 +1240,36 @@ INLINE void attention(int bf, Team *t, const Attn *a) {
 enum { NORM, SILU, ROPE, ARGMAX, EMBED, ATTENTION, LINEAR, NARROW };
 typedef struct { int64_t kind, bf, rows; char *p[8]; int64_t n[15]; double f[4]; } Op;
 typedef struct { Op op; Attn attn; Narrow narrow; } Task;  // an Op, made ready to run
-// Each operator twice, for fp32 and bf16, as functions of their own: the time that gcc needs grows
-// with the square of the size of a function.
-#define TWICE(name, ...) \
-  static __attribute__((noinline)) void name##_fp32(Team *t, const Task *task) { \
-    enum { bf = 0 }; WITH_TASK(__VA_ARGS__) } \
-  static __attribute__((noinline)) void name##_bf16(Team *t, const Task *task) { \
-    enum { bf = 1 }; WITH_TASK(__VA_ARGS__) }
-#define WITH_TASK(...) const Op *o = &task->op; char *const *p = o->p; const int64_t *n = o->n; \
-  long T = o->rows; (void)p, (void)n, (void)T; __VA_ARGS__;
-TWICE(norm, rms_norm(bf, t, p[0], p[1], p[2], p[3], T * n[0], n[0], n[1], n[2], n[3], n[4],
-                     o->f[0]))
-TWICE(silu, silu_mul(bf, t, p[0], p[1], T, n[0], n[1]))
-TWICE(rope, rope_store(bf, t, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
-                       (Cache){p[4], n[0], n[1], n[2], n[3], n[4], n[12], (float *)p[5], o->f[0],
-                               o->f[1]}, T, n[6], n[7], n[8], n[9], n[10], n[11]))
-TWICE(largest, argmax(bf, t, p[0], (int64_t *)p[1], T, n[0], n[1]))
-TWICE(look_up, embed(bf, t, n[7], &task->narrow, (int64_t *)p[0], (float *)p[7]))
-TWICE(attend_all, attention(bf, t, &task->attn))
-TWICE(dense, linear(bf, t, p[0], p[1], p[2], p[3], T, n[0], n[1], n[2], n[3], n[4]))
-TWICE(int4, narrow(bf, t, W4, &task->narrow))
-TWICE(int8, narrow(bf, t, W8, &task->narrow))
-TWICE(fp8, narrow(bf, t, WF8, &task->narrow))
-TWICE(both8, narrow(bf, t, W8A8, &task->narrow))
-#define PAIR(name) {name##_fp32, name##_bf16}
-static void (*const OPERATORS[][2])(Team *, const Task *) = {
-  PAIR(norm), PAIR(silu), PAIR(rope), PAIR(largest), PAIR(look_up), PAIR(attend_all), PAIR(dense),
-  PAIR(int4), PAIR(int8), PAIR(fp8), PAIR(both8)};
+// Every operator is a function of its own: the time that gcc needs grows with the square of the
+// size of a function. And two compilers share the work: with BF=0 this file has the operators for
+// fp32, with BF=1 those for bf16 and the entry.
+#define OPERATOR(name, ...) OUTLINE void name(Team *t, const Task *task) { \
+  enum { bf = BF }; const Op *o = &task->op; char *const *p = o->p; const int64_t *n = o->n; \
+  long T = o->rows; (void)p, (void)n, (void)T; __VA_ARGS__; }
+OPERATOR(norm, rms_norm(bf, t, p[0], p[1], p[2], p[3], T * n[0], n[0], n[1], n[2], n[3], n[4],
+                        o->f[0]))
+OPERATOR(silu, silu_mul(bf, t, p[0], p[1], T, n[0], n[1]))
+OPERATOR(rope, rope_store(bf, t, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3],
+                          (Cache){p[4], n[0], n[1], n[2], n[3], n[4], n[12], (float *)p[5], o->f[0],
+                                  o->f[1]}, T, n[6], n[7], n[8], n[9], n[10], n[11]))
+OPERATOR(largest, argmax(bf, t, p[0], (int64_t *)p[1], T, n[0], n[1]))
+OPERATOR(look_up, embed(bf, t, n[7], &task->narrow, (int64_t *)p[0], (float *)p[7]))
+OPERATOR(attend_all, attention(bf, t, &task->attn))
+OPERATOR(dense, linear(bf, t, p[0], p[1], p[2], p[3], T, n[0], n[1], n[2], n[3], n[4]))
+OPERATOR(int4, narrow(bf, t, W4, &task->narrow))
+OPERATOR(int8, narrow(bf, t, W8, &task->narrow))
+OPERATOR(fp8, narrow(bf, t, WF8, &task->narrow))
+OPERATOR(both8, narrow(bf, t, W8A8, &task->narrow))
+#if BF
+#define OPERATORS OPERATORS_BF16
+#else
+#define OPERATORS OPERATORS_FP32
+#endif
+typedef void Operator(Team *, const Task *);
+extern Operator *const OPERATORS_FP32[], *const OPERATORS_BF16[];
+Operator *const OPERATORS[] = {
+  norm, silu, rope, largest, look_up, attend_all, dense, int4, int8, fp8, both8};
+#if BF
 // Estimated time on one thread in ns: arithmetic, and memory that is read.
 static double cost(const Task *task) {
   const Op *o = &task->op;
@@ -1333,7 +1336,9 @@ void run(const Op *ops, long count, long tokens, long sequences) {
   Team t = {.shared = (float *)room(&common, shared)};
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (long i = 0; i < count; i++) {
-    if (tasks[i].op.rows) OPERATORS[ops[i].kind][ops[i].bf](&t, tasks + i);
+    Operator *run_op = (ops[i].bf ? OPERATORS_BF16 : OPERATORS_FP32)[ops[i].kind];
+    if (tasks[i].op.rows) run_op(&t, tasks + i);
     if (i + 1 < count) barrier(&t);
   }
 }
+#endif

@@ -43,6 +43,7 @@ import subprocess
 import tempfile
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Callable
 
@@ -1341,7 +1342,7 @@ def unpack_triton(weight, ids):
 
 C_SOURCE = pathlib.Path(__file__).with_name("kernels.c").read_text(encoding="utf-8")
 C_FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-           "-fopenmp", "-shared", "-fPIC", "-Wno-psabi"]
+           "-fopenmp", "-fPIC", "-Wno-psabi"]
 if platform.machine() in ("x86_64", "AMD64"):
     C_FLAGS.append("-mprefer-vector-width=512")     # gcc prefers 256 bits on CPUs that have 512
 
@@ -1375,12 +1376,17 @@ def _compiler(cc, *args):
 
 def _build(cc, file):
     """Compile under a name of its own, then rename: another process sees the whole file or none.
-    Its last bytes are its name: a file that a full disk cut short would crash the program."""
+    Its last bytes are its name: a file that a full disk cut short would crash the program. The
+    operators for fp32 and those for bf16 are compiled at the same time: 4 s instead of 7."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        source, built = pathlib.Path(folder, "kernels.c"), pathlib.Path(folder, "kernels.so")
+        source, fp32, bf16, built = (
+            pathlib.Path(folder, name) for name in ("kernels.c", "fp32.o", "bf16.o", "kernels.so"))
         source.write_text(C_SOURCE)
-        _compiler(cc, str(source), "-o", str(built), "-lm")
+        build = lambda bf, out: _compiler(cc, f"-DBF={bf}", "-c", source, "-o", out)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(build, (0, 1), (fp32, bf16)))     # raises what a build raised
+        _compiler(cc, "-shared", fp32, bf16, "-o", built, "-lm")
         with open(built, "ab") as end:
             end.write(file.stem.encode())
         os.replace(built, file)
