@@ -56,6 +56,13 @@ INLINE f32s larger(f32s a, f32s b) {  // b when either is NaN
   return where(a > b, a, b);
 #endif
 }
+INLINE f32s smaller(f32s a, f32s b) {
+#ifdef __AVX512F__
+  return (f32s)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return where(a < b, a, b);
+#endif
+}
 // A bf16 is the upper half of an fp32. Rounding to nearest even adds 0x7fff, and one more if the
 // part that is kept is odd. A NaN is kept apart, or the addition could turn it into infinity.
 INLINE u32s round_bf16(f32s x) {
@@ -142,15 +149,16 @@ INLINE void put(int kv, char *row, long i, long n, f32s x) {
 INLINE float lanes_sum(f32s v) { FOLD(v, PLUS); return v[0]; }
 INLINE float lanes_max(f32s v) { FOLD(v, larger); return v[0]; }
 // e^x = 2^n e^r with |r| <= ln(2)/2: a polynomial for e^r, and n written into the exponent bits.
-// Relative error 2e-7. Below -87 it is exactly 0, so that a masked score has exactly no weight.
+// Relative error 2e-7. Below -87.7, where n is -127 and these bits are 0, the result is exactly 0,
+// so that a masked score has exactly no weight. A NaN passes both limits.
 INLINE f32s exp16(f32s x) {
-  f32s y = where(x > 88.f, splat(88.f), where(x < -87.f, splat(-87.f), x));
-  f32s n = (y * 1.44269504f + 12582912.f) - 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+  f32s y = smaller(splat(88.f), larger(splat(-88.f), x));
+  f32s bits = y * 1.44269504f + (12582912.f + 127);  // 1.5 * 2^23: the last bit is worth 1
+  f32s n = bits - (12582912.f + 127);
   f32s r = (y - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts keeps r exact
   f32s p = 1.f + r * (1.f + r * (0.5f + r * (0.166666655f + r * (0.0416664853f
          + r * (0.00833336077f + r * 0.00139304355f)))));
-  f32s power = (f32s)((__builtin_convertvector(n, i32s) + 127) << 23);
-  return where(x < -87.f, splat(0.f), p * power);
+  return p * (f32s)((u32s)bits << 23);
 }
 // ---- the team -----------------------------------------------------------------------------------
 // All threads run one operator; each takes the next ticket until none is left. A thread that wakes
@@ -977,12 +985,13 @@ typedef struct {
 OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n, int from, int to,
                       float *m, char *p, long step) {
   const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  f32s top = splat(NEVER), sum = {};
+  f32s top = splat(NEVER), sum = {}, scale = splat(a->scale);
+  float cap = a->softcap;
+  int scales = a->c.scales != 0;
   for (long t = 0; t < n; t += 16) {
-    f32s x = *(f32s *)(s + t) * a->scale;
-    if (a->c.scales) x *= *(const f32s *)(rows->k_scale + t);
-    if (a->softcap > 0)  // c tanh(x / c)
-      x = a->softcap * (1.f - 2.f / (exp16(x * (2.f / a->softcap)) + 1.f));
+    f32s x = *(f32s *)(s + t) * scale;
+    if (scales) x *= *(const f32s *)(rows->k_scale + t);
+    if (cap > 0) x = cap * (1.f - 2.f / (exp16(x * (2.f / cap)) + 1.f));  // cap tanh(x / cap)
     if (t < from || t + 16 > to)
       x = where((lane + (int)t >= from) & (lane + (int)t < to), x, splat(NEVER));
     *(f32s *)(s + t) = x;
@@ -995,7 +1004,7 @@ OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n,
     char *to = p + t / NC * step + t % NC * size_of(bf);
     store16(bf, to, e);
     sum += load16(bf, to);  // of the rounded weights, so that they add up to one
-    if (a->c.scales) store16(bf, to, e * *(const f32s *)(rows->v_scale + t));
+    if (scales) store16(bf, to, e * *(const f32s *)(rows->v_scale + t));
   }
   return lanes_sum(sum);
 }
