@@ -246,7 +246,7 @@ class Vllm:
         self.params = functools.partial(vllm.SamplingParams, temperature=0, ignore_eos=True,
                                         detokenize=False)
         self.llm = vllm.LLM(job["model"], dtype=DTYPES[job["dtype"]], skip_tokenizer_init=True,
-                            max_model_len=1024, max_num_seqs=len(job["prompts"]),
+                            max_model_len=2304, max_num_seqs=len(job["prompts"]),
                             enable_prefix_caching=False)
 
     def batch(self, prompts, output_lens):
@@ -312,7 +312,7 @@ class LlamaCpp:
         self.format = gguf_format(job)
         import xllamacpp
         params, count = xllamacpp.CommonParams(), len(job["prompts"])
-        params.model.path, params.n_parallel, params.n_ctx = job["gguf"], count, 512 * count + 1024
+        params.model.path, params.n_parallel, params.n_ctx = job["gguf"], count, 2304 * count
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
         params.n_batch, params.n_ubatch, params.warmup, params.verbosity = 2048, 512, False, 0
         self.server = xllamacpp.Server(params)
@@ -358,7 +358,7 @@ ENTRANTS = {"nanoserve": Nanoserve, "transformers": Transformers,
 # machine that is warmer or busier.  Idea: a fresh process per entrant and repeat, in turns A B A B.
 #
 #     bench.py ──job.json──► PYTHON bench.py entrant NAME job.json ──last line of stdout──► result
-#                            load · warm up · batch · stream · peak memory
+#                            load · warm up · batch · stream · long prompt · peak memory
 #
 # Invariant: nanoserve and its peers go through the same function, run_entrant(), on the same job.
 # Why: the time to load and to warm up is not part of a rate; load is reported by itself.
@@ -379,7 +379,9 @@ def run_entrant(args):
     if counts != job["output_lens"]:
         raise ValueError(f"the batch brought {sum(counts)} tokens, not {sum(job['output_lens'])}")
     stream_ids, token_times = time_stream(entrant, job["prompts"][0], job["stream_len"])
+    _, (long_prompt_s,) = time_stream(entrant, job["long_prompt"], 1)
     print(json.dumps(dict(
+        long_prompt_tokens=len(job["long_prompt"]), long_prompt_s=long_prompt_s,
         load_s=load_s, batch_s=batch_s, batch_tokens=sum(counts), stream_ids=stream_ids,
         token_times=token_times, peak_bytes=peak_resident_bytes(), **entrant.facts())))
 
@@ -471,6 +473,7 @@ def model_folder(checkpoint, dtype, parent):
 #
 #     batch    call ├── all requests at once ───────────────────┤   tok/s = output tokens / time
 #     stream   call ├── TTFT ──┤ ITL ┤ ITL ┤ ITL ┤ ...              one request, alone
+#     prompt   call ├── prefill ───────────┤                            prompt tokens / time
 #
 # TTFT starts at the call, with the model loaded and warm and nothing cached of the prompt.
 #
@@ -481,6 +484,7 @@ def model_folder(checkpoint, dtype, parent):
 MEASURES = {  # name: (label, larger is better)
     "tok_s": ("batch tok/s", True),
     "stream_tok_s": ("one stream tok/s", True),
+    "prefill_tok_s": ("long prompt tok/s", True),
     "ttft_ms": ("TTFT ms", False),
     "itl_p50_ms": ("ITL p50 ms", False),
     "itl_p99_ms": ("ITL p99 ms", False),
@@ -498,12 +502,15 @@ def run_throughput(args):
     num_prompts, lens, repeat = (16, (16, 48), 1) if args["quick"] else (64, (32, 256), 3)
     prompts, output_lens = make_workload(args["num_prompts"] or num_prompts, args["seed"],
                                          checkpoint.config["vocab_size"], lens, lens)
+    length = 256 if args["quick"] else 2000
+    (long_prompt,), _ = make_workload(1, args["seed"], checkpoint.config["vocab_size"],
+                                      (length, length))
     context = round(statistics.mean(map(len, prompts)) + statistics.mean(output_lens) / 2)
     job = dict(model=args["model"], dtype=args["dtype"], options=options, prompts=prompts,
-               output_lens=output_lens, stream_len=32 if args["quick"] else 128, context=context)
+               output_lens=output_lens, long_prompt=long_prompt, stream_len=32 if args["quick"] else 128, context=context)
     workload = dict(num_prompts=len(prompts), prompt_tokens=sum(map(len, prompts)),
                     output_tokens=sum(output_lens), stream_tokens=job["stream_len"],
-                    seed=args["seed"])
+                    long_prompt_tokens=len(long_prompt), seed=args["seed"])
     head = describe_run(model=checkpoint.name, dtype=args["dtype"], workload=workload)
     with tempfile.TemporaryDirectory(prefix="nanoserve-bench-") as folder:
         jobs = dict.fromkeys(["nanoserve", *peers], job)
@@ -527,6 +534,7 @@ def measures_of(result):
     gaps = [1000 * (b - a) for a, b in zip(times, times[1:])]
     return dict(
         tok_s=result["batch_tokens"] / result["batch_s"], stream_tok_s=len(times) / times[-1],
+        prefill_tok_s=result["long_prompt_tokens"] / result["long_prompt_s"],
         ttft_ms=1000 * times[0], itl_p50_ms=percentile(gaps, 50), itl_p99_ms=percentile(gaps, 99),
         load_s=result["load_s"], peak_mib=result["peak_bytes"] / 2**20)
 

@@ -8080,9 +8080,9 @@ def test_bench_workload_is_the_one_the_reference_figures_used():
 def test_bench_measures_start_at_the_call():
     # First token after 0.5 s, then gaps of 10 ms and one of 40 ms; 100 tokens of the batch in 4 s.
     times = [0.5 + 0.01 * i for i in range(10)] + [0.63]
-    measures = bench.measures_of(dict(token_times=times, batch_tokens=100, batch_s=4.0, load_s=1.0,
-                                      peak_bytes=2**30))
-    assert measures["ttft_ms"] == pytest.approx(500) and measures["tok_s"] == 25
+    measures = bench.measures_of(dict(token_times=times, batch_tokens=100, batch_s=4.0, load_s=1.0, peak_bytes=2**30,
+                                      long_prompt_tokens=2000, long_prompt_s=0.5))
+    assert measures["ttft_ms"] == pytest.approx(500) and measures["tok_s"] == 25 and measures["prefill_tok_s"] == 4000
     assert measures["itl_p50_ms"] == pytest.approx(10)
     assert measures["itl_p99_ms"] == pytest.approx(40)
     assert measures["stream_tok_s"] == pytest.approx(11 / 0.63) and measures["peak_mib"] == 1024
