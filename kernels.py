@@ -2231,6 +2231,10 @@ class Recording:
 
 class _OnlyViews(TorchDispatchMode):
     """Refuses every torch operation that computes: a replay would leave it out."""
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False    # else the first operation imports torch's compiler, which takes a second
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         require(function.is_view, f"{function} has no C member")
         return function(*args, **(kwargs or {}))

@@ -2070,13 +2070,16 @@ class RecordedSteps:
         self.decode_only = model.device.type == "cuda"
         self.sizes = [size for size in (1, 2, 4, *range(8, 257, 8))
                       if size < 2 * config.max_num_seqs] if self.decode_only else [256]
+        if self.eager:
+            return
         largest, narrow = self.sizes[-1], dict(dtype=torch.int32, device=model.device)
         wide = torch.zeros((3, largest), dtype=torch.int64, device=model.device)
         self.token_ids, self.positions, self.slots = wide
         self.seq_lens = torch.zeros(largest, **narrow)
-        self.block_table = torch.zeros((largest, cdiv(max_model_len, config.block_size)), **narrow)
+        width = cdiv(max_model_len, config.block_size)
+        self.block_table = kernels.zeros((largest, width), **narrow)
         self.query_start_loc = torch.arange(largest + 1, **narrow)
-        if not self.decode_only and not self.eager:
+        if not self.decode_only:
             try:
                 self.record(largest)
             except ValueError as e:

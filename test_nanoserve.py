@@ -4419,6 +4419,16 @@ def test_steps_that_cannot_be_recorded_run_eagerly_and_say_why():
 
 
 @needs_c
+def test_recording_a_step_does_not_import_the_compiler_of_torch():
+    code = """import sys, nanoserve
+llm = nanoserve.LLM(model="toy", dtype="bfloat16", num_kv_blocks=40)
+llm.generate([[1, 2, 3]], nanoserve.SamplingParams(max_tokens=2), use_tqdm=False)
+print(llm.core.report[-1], "torch._dynamo" in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert done.stdout.strip() == "steps: recorded and replayed False", done.stderr
+
+
+@needs_c
 def test_a_token_that_the_table_does_not_have_fails_alone():
     for options in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int4"}, {"dtype": "float32"}):
         llm = ns.LLM(model="toy", num_kv_blocks=60, **options)
