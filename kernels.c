@@ -137,6 +137,15 @@ INLINE void put(int kv, char *row, long i, long n, f32s x) {
   store16(kv, part, x);
   memcpy(row, part, (n - i) * size_of(kv));
 }
+OUTLINE u32s last_words(const char *p, long bytes) {
+  char part[64] = {0};
+  if (bytes > 0) memcpy(part, p, bytes);
+  return *(const u32s *)part;
+}
+// 64 bytes of a row that has `bytes` left, then zeros.
+INLINE u32s words(const char *p, long bytes) {
+  return bytes >= 64 ? *(const u32s *)p : last_words(p, bytes);
+}
 // The lanes of v in another order, and lanes of two vectors picked into one.
 #define PICK(v, w, ...) __builtin_shufflevector(v, w, __VA_ARGS__)
 // Sum or maximum of 16 lanes, always folded in the same order: 16 -> 8 -> 4 -> 2 -> 1.
@@ -400,8 +409,8 @@ OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const cha
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   for (long i = 0; i < steps; i++, panel += 64 * NC) {
     if (i == steps - 1 && last) panel = last;
-    _tile_stream_loadd(4, panel, 4 * NC);  // leaves the first-level cache to x
-    _tile_stream_loadd(5, panel + 64, 4 * NC);
+    _tile_loadd(4, panel, 4 * NC);  // leaves the first-level cache to x
+    _tile_loadd(5, panel + 64, 4 * NC);
     for (int part = 0; part < parts; part++, x += A_TILE) {
       _tile_loadd(6, x, 64);
       _tile_dpbf16ps(0, 6, 4); _tile_dpbf16ps(1, 6, 5);
@@ -443,10 +452,17 @@ INLINE void wide_steps(int type, const char *x, const char *panel, long steps, c
 INLINE char *in_tiles(char *x, long width, int parts, long m, long at) {
   return x + m / 16 * 16 * width + at / 64 * parts * A_TILE + m % 16 * 64 + at % 64;
 }
-// 16 numbers of x into tiles. In two parts they are high + low, two bf16 numbers.
-INLINE void into_tiles(int parts, char *to, f32s v) {
-  store16(BF16, to, v);
-  if (parts == 2) store16(BF16, to + A_TILE, v - load16(BF16, to));
+// Row m of x into tiles. In two parts its numbers are high + low, two bf16 numbers each.
+INLINE void row_to_tiles(int parts, const char *x, long K, char *tiles, long width, long m) {
+  for (long k = 0; k < K; k += 32) {
+    char *to = in_tiles(tiles, width, parts, m, 2 * k);
+    if (parts == 1) { *(u32s *)to = words(x + 2 * k, 2 * (K - k)); continue; }
+    for (long i = k; i < k + 32; i += 16, to += 32) {
+      f32s v = i < K ? get(FP32, x, i, K) : splat(0);
+      store16(BF16, to, v);
+      store16(BF16, to + A_TILE, v - load16(BF16, to));
+    }
+  }
 }
 INLINE long steps_of(int type, long K) { return type == INT8 ? (K + 63) / 64 : (K + 31) / 32; }
 // ---- linear layers ----------------------------------------------------------------------------
@@ -474,46 +490,66 @@ INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char
     linear_row(bf, bf_out, (f32s *)c[r], bias, out + r * ldo * size_of(bf_out), column, N);
   }
 }
-INLINE long linear_shared(int bf, long T, long K) {  // bytes of x in two parts, or in tiles
-  if (tiles) return round_up(T, 16) * round_up(K, 32) * (bf ? 2 : 4);
-  return bf ? 0 : T * K * 4;
+INLINE long linear_shared(int bf, long T, long K) { return bf || tiles ? 0 : T * K * 4; }
+// The same with tiles. Every thread copies the rows that it multiplies for itself: to share a copy
+// they would wait for one another, and fetch it from the other's cache. So few rows, a decode step,
+// are copied by all, who share the panels; of many rows each thread has its own. Then 1 MB of
+// panels passes by at a time, which stays in the second-level cache for all rows of the block.
+// A last step of less than 32 k is copied and padded.
+typedef struct {
+  const char *x, *w, *bias; char *out; long T, N, K, ldx, ldo, bf_out;
+  char *in, *last; float *sums[2];  // of this thread: rows in tiles, last step, two results
+} Dense;
+INLINE void dense_rows(int bf, const Dense *a, long m0, long m1, long p0, long p1) {
+  long steps = (a->K + 31) / 32, rest = a->K % 32 * NC * 2, width = steps * 64 * (2 - bf);
+  long count = (m1 - m0 + PAIR_ROWS - 1) / PAIR_ROWS * (p1 - p0);
+  for (long b = 0, m_before = 0, p_before = 0; b <= count; b++) {
+    long m = m0 + b / (p1 - p0) * PAIR_ROWS, p = p0 + b % (p1 - p0);
+    if (b < count) {
+      const char *panel = a->w + p * a->K * NC * 2;
+      if (rest) memcpy(a->last, panel + (steps - 1) * 64 * NC, rest);
+      pair_steps(2 - bf, m1 - m > 16, a->in + (m - m0) * width, 16 * width, panel, steps,
+                 rest ? a->last : 0, a->sums[b % 2], NC);
+    }
+    const float *c = a->sums[1 - b % 2];  // written out while the tiles are busy
+    for (long r = m_before; b && r < least(m1, m_before + PAIR_ROWS); r++, c += NC)
+      linear_row(bf, a->bf_out, (const f32s *)c, a->bias, a->out + r * a->ldo * size_of(a->bf_out),
+                 p_before * NC, a->N);
+    m_before = m; p_before = p;
+  }
 }
-// The same with tiles. A last step of less than 32 k is copied and padded. Up to 16 rows of x are
-// copied by every thread for itself, which is faster than to wait for one another.
-INLINE void linear_tiles(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
-                         long T, long N, long K, long ldx, long ldo, int bf_out) {
-  long steps = (K + 31) / 32, rest = K % 32 * NC * 2, width = steps * 64 * (2 - bf);
-  long alone = T <= 16, panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
-  step = most(1, least(step, (1 << 20) / (K * NC * 2)));  // 1 MB of panels
-  long groups = (panels + step - 1) / step, blocks = (T + 255) / 256;
-  char *last = room(&own, 64 * NC + PAIR_ROWS * NC * 4 + alone * 16 * width);
-  float *c = (float *)(last + 64 * NC);
-  char *own_x = (char *)(c + PAIR_ROWS * NC), *in = alone ? own_x : (char *)t->shared;
-  for (long m = alone ? 0 : next(t); m < T; m = alone ? m + 1 : next(t))
-    for (long k = 0; k < steps * 32; k += 16)
-      into_tiles(2 - bf, in_tiles(in, width, 2 - bf, m, k * 2),
-                 k < K ? get(bf, x + m * ldx * size_of(bf), k, K) : splat(0));
-  if (!alone) barrier(t);
-  unsigned mode = begin_tiles(T);
-  memset(last, 0, 64 * NC);
-  for (long i; (i = next(t)) < groups * blocks;) {
-    long p0 = i % groups * step, m0 = i / groups * 256, m1 = least(T, m0 + 256);
-    for (long m = m0; m < m1; m += PAIR_ROWS)
-      for (long p = p0; p < least(panels, p0 + step); p++) {
-        const char *panel = w + p * K * NC * 2;
-        if (rest) memcpy(last, panel + (steps - 1) * 64 * NC, rest);
-        pair_steps(2 - bf, m1 - m > 16, in + m * width, 16 * width, panel, steps, rest ? last : 0,
-                   c, NC);
-        for (long r = m; r < least(m1, m + PAIR_ROWS); r++)
-          linear_row(bf, bf_out, (f32s *)(c + (r - m) * NC), bias, out + r * ldo * size_of(bf_out),
-                     p * NC, N);
-      }
+INLINE void linear_tiles(int bf, Team *t, Dense *a) {
+  long threads = omp_get_num_threads(), width = (a->K + 31) / 32 * 64 * (2 - bf);
+  long blocks = (a->T + 255) / 256, share = a->T > 128 * threads, panels = panels_of(a->N);
+  if (share) blocks = round_up(blocks, threads);
+  long rows = round_up((a->T + blocks - 1) / blocks, PAIR_ROWS);
+  blocks = (a->T + rows - 1) / rows;
+  long step = share ? panels : 1 + panels / (8 * threads);
+  step = most(1, least(step, (1 << 20) / (a->K * NC * 2)));
+  long groups = (panels + step - 1) / step, each = share ? groups : 1, held = -1;
+  a->last = room(&own, 64 * NC + 2 * PAIR_ROWS * NC * 4 + rows * width);
+  a->sums[0] = (float *)(a->last + 64 * NC);
+  a->sums[1] = a->sums[0] + PAIR_ROWS * NC;
+  a->in = (char *)(a->sums[1] + PAIR_ROWS * NC);
+  unsigned mode = begin_tiles(a->T);
+  memset(a->last, 0, 64 * NC);
+  for (long i; (i = next(t) * each) < blocks * groups;) {
+    long m0 = i / groups * rows, m1 = least(a->T, m0 + rows);
+    for (long m = m0; m < m1 && held != m0; m++)
+      row_to_tiles(2 - bf, a->x + m * a->ldx * size_of(bf), a->K, a->in, width, m - m0);
+    held = m0;
+    for (long g = i % groups; g < i % groups + each; g++)
+      dense_rows(bf, a, m0, m1, g * step, least(panels, (g + 1) * step));
   }
   end_tiles(mode);
 }
 INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
                    long T, long N, long K, long ldx, long ldo, int bf_out) {
-  if (tiles) { linear_tiles(bf, t, x, w, bias, out, T, N, K, ldx, ldo, bf_out); return; }
+  if (tiles) {
+    Dense a = {x, w, bias, out, T, N, K, ldx, ldo, bf_out};
+    linear_tiles(bf, t, &a);
+    return;
+  }
   long panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
   long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
   char *low = (char *)t->shared + T * K * 2;
@@ -880,15 +916,6 @@ INLINE void fetch(Rows *r) {  // called n / 8 times for each head of the chunk t
       __builtin_prefetch(r->k[r->fetched] + b);
       __builtin_prefetch(r->v[r->fetched] + b);
     }
-}
-OUTLINE u32s last_words(const char *p, long bytes) {
-  char part[64] = {0};
-  if (bytes > 0) memcpy(part, p, bytes);
-  return *(const u32s *)part;
-}
-// 64 bytes of a row that has `bytes` left, then zeros.
-INLINE u32s words(const char *p, long bytes) {
-  return bytes >= 64 ? *(const u32s *)p : last_words(p, bytes);
 }
 // Keys: 16 words of 16 positions, turned so that a vector holds one word of every position. Each
 // round of SWAP mixes the rows that are n apart; the first two leave words 4i+1 and 4i+2 exchanged.
