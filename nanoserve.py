@@ -2060,16 +2060,18 @@ class RecordedSteps:
     """The steps of a model, recorded once and replayed (kernels.py 12) where that is possible.
 
     A recording reads and writes fixed addresses, so the inputs of a step are copied into buffers.
-    On a CPU one recording serves every step of up to 256 tokens. A CUDA graph serves one size, and
-    only decode steps (one token per sequence): they are recorded for 1, 2, 4, 8, 16, 24, ..., 256
+    On a CPU one recording serves every step, whose token budget it has room for. A CUDA graph
+    serves one size, and only decode steps (one token per sequence): they are recorded for 1, 2, 4, 8, 16, 24, ..., 256
     sequences when first needed, and a step is padded to the next of these. A padding row has
     sequence length 0 and slot -1: it attends to nothing and writes nowhere."""
     def __init__(self, model, kv, config, max_model_len):
         self.model, self.kv, self.max_len, self.recorded = model, kv, max_model_len, {}
         self.eager = "enforce_eager" if config.enforce_eager else ""  # the reason to record nothing
         self.decode_only = model.device.type == "cuda"
-        self.sizes = [size for size in (1, 2, 4, *range(8, 257, 8))
-                      if size < 2 * config.max_num_seqs] if self.decode_only else [256]
+        self.sizes = [config.max_num_batched_tokens]
+        if self.decode_only:
+            self.sizes = [size for size in (1, 2, 4, *range(8, 257, 8))
+                          if size < 2 * config.max_num_seqs]
         if self.eager:
             return
         largest, narrow = self.sizes[-1], dict(dtype=torch.int32, device=model.device)
