@@ -157,18 +157,18 @@ INLINE u32s words(const char *p, long bytes) {
 #define PLUS(a, b) ((a) + (b))
 INLINE float lanes_sum(f32s v) { FOLD(v, PLUS); return v[0]; }
 INLINE float lanes_max(f32s v) { FOLD(v, larger); return v[0]; }
-// e^x = 2^n e^r with |r| <= ln(2)/2: a polynomial for e^r, and n written into the exponent bits.
-// Relative error 2e-7. Below -87.7, where n is -127 and these bits are 0, the result is exactly 0,
-// so that a masked score has exactly no weight. A NaN passes both limits.
-INLINE f32s exp16(f32s x) {
-  f32s y = smaller(splat(88.f), larger(splat(-88.f), x));
-  f32s bits = y * 1.44269504f + (12582912.f + 127);  // 1.5 * 2^23: the last bit is worth 1
-  f32s n = bits - (12582912.f + 127);
-  f32s r = (y - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts keeps r exact
-  f32s p = 1.f + r * (1.f + r * (0.5f + r * (0.166666655f + r * (0.0416664853f
-         + r * (0.00833336077f + r * 0.00139304355f)))));
+// 2^(cx) = 2^n 2^r with |r| <= 1/2: a polynomial for 2^r, and n written into the exponent bits.
+// Relative error 2e-7. Below cx = -126.5, where n is -127 and these bits are 0, the result is
+// exactly 0, so that a masked score has exactly no weight. A NaN passes both limits.
+INLINE f32s power16(f32s x, float c) {
+  f32s y = smaller(splat(127.f / c), larger(splat(-127.f / c), x));
+  f32s bits = y * c + (12582912.f + 127);  // 1.5 * 2^23: the last bit is worth 1
+  f32s r = y * c - (bits - (12582912.f + 127));
+  f32s p = 1.f + r * (0.693146884f + r * (0.24022238f + r * (0.0555089302f + r * (0.00967169832f
+         + r * 0.00132186722f))));
   return p * (f32s)((u32s)bits << 23);
 }
+static const float LOG2E = 1.44269504f;  // e^x = 2^(x log2 e)
 // ---- the team -----------------------------------------------------------------------------------
 // All threads run one operator; each takes the next ticket until none is left. A thread that wakes
 // late (sleeping threads need 50 us) or has to share its core just takes fewer.
@@ -228,7 +228,7 @@ INLINE void silu_mul(int bf, Team *t, const char *x, char *out, long T, long F, 
   EACH_ROW(m, T, F) for (long i = 0; i < F; i += 16) {
     const char *gate = x + m * ldx * z, *up = gate + F * z;
     f32s g = get(bf, gate, i, F);
-    put(bf, out + m * F * z, i, F, g / (1.f + exp16(-g)) * get(bf, up, i, F));
+    put(bf, out + m * F * z, i, F, g / (1.f + power16(-g, LOG2E)) * get(bf, up, i, F));
   }
 }
 // Turns one head: coordinates i and i + half, or 2i and 2i+1 when interleaved, by the angle of i.
@@ -997,7 +997,7 @@ OUTLINE void pack_any(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys
 // One row of state is m, l and o[DP]. Not inlined: every merge must round alike.
 OUTLINE void merge(float *to, float m1, float l1, const float *o1, long DP) {
   float m = to[0] > m1 ? to[0] : m1;
-  f32s old = exp16(splat(to[0] - m)), new = exp16(splat(m1 - m));
+  f32s both = power16((f32s){to[0] - m, m1 - m}, 1), old = splat(both[0]), new = splat(both[1]);
   for (long i = 0; i < DP; i += 16)
     *(f32s *)(to + 2 + i) = *(f32s *)(to + 2 + i) * old + *(const f32s *)(o1 + i) * new;
   to[0] = m;
@@ -1012,13 +1012,14 @@ typedef struct {
 OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n, int from, int to,
                       float *m, char *p, long step) {
   const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  f32s top = splat(NEVER), sum = {}, scale = splat(a->scale);
-  float cap = a->softcap;
+  f32s top = splat(NEVER), sum = {};
+  float cap = a->softcap, scale = cap > 0 ? a->scale * 2 / cap : a->scale * LOG2E;
   int scales = a->c.scales != 0;
   for (long t = 0; t < n; t += 16) {
     f32s x = *(f32s *)(s + t) * scale;
     if (scales) x *= *(const f32s *)(rows->k_scale + t);
-    if (cap > 0) x = cap * (1.f - 2.f / (exp16(x * (2.f / cap)) + 1.f));  // cap tanh(x / cap)
+    if (cap > 0)  // cap tanh(x / cap)
+      x = cap * LOG2E * (1.f - 2.f / (power16(x, LOG2E) + 1.f));
     if (t < from || t + 16 > to)
       x = where((lane + (int)t >= from) & (lane + (int)t < to), x, splat(NEVER));
     *(f32s *)(s + t) = x;
@@ -1027,7 +1028,7 @@ OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n,
   *m = lanes_max(top);
   float shift = from < to ? *m : 0.f;  // a row that sees nothing: weights e^NEVER = 0
   for (long t = 0; t < n; t += 16) {
-    f32s e = exp16(*(f32s *)(s + t) - shift);
+    f32s e = power16(*(f32s *)(s + t) - shift, 1);
     char *to = p + t / NC * step + t % NC * size_of(bf);
     store16(bf, to, e);
     sum += load16(bf, to);  // of the rounded weights, so that they add up to one
@@ -1110,7 +1111,7 @@ OUTLINE void attend_tiles(const Attn *a, const Chunk *c, const char *q, long row
 // when the tokens are few, which reads the cache in order. Rows of an item go by kv head, then
 // token, then query head of the group. Few items are cut further, one per chunk (`split`).
 typedef struct { long s, h, heads, r0, r1, c0, c1, first; float *part; } Item;
-INLINE long most_rows(const Attn *a) { return most(128, a->G); }
+INLINE long most_rows(const Attn *a) { return most(256, a->G); }
 INLINE long rows_of(const Attn *a, const Item *w) { return (w->r1 - w->r0) * a->G * w->heads; }
 INLINE long row_at(const Attn *a, const Item *w, long i, long per_token) {  // where row i begins
   long G = a->G, R = (w->r1 - w->r0) * G;
@@ -1122,7 +1123,7 @@ INLINE long row_pos(const Attn *a, long s, long row) {  // token `row` of this s
 INLINE long first_seen(const Attn *a, long p) { return a->window ? most(0, p - a->window + 1) : 0; }
 // Fills w (when given) with the work items and returns their count.
 static long plan(const Attn *a, Item *w, float *part) {
-  long count = 0, tokens = most(1, 128 / a->G);
+  long count = 0, tokens = most(1, 256 / a->G);
   for (long s = 0; s < a->S; s++) {
     long L = a->start[s + 1] - a->start[s], heads = L * a->H <= 128 ? a->KH : 1;
     for (long r0 = 0; r0 < L; r0 += tokens) {
