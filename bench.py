@@ -507,7 +507,8 @@ def run_throughput(args):
                                       (length, length))
     context = round(statistics.mean(map(len, prompts)) + statistics.mean(output_lens) / 2)
     job = dict(model=args["model"], dtype=args["dtype"], options=options, prompts=prompts,
-               output_lens=output_lens, long_prompt=long_prompt, stream_len=32 if args["quick"] else 128, context=context)
+               output_lens=output_lens, long_prompt=long_prompt, context=context,
+               stream_len=32 if args["quick"] else 128)
     workload = dict(num_prompts=len(prompts), prompt_tokens=sum(map(len, prompts)),
                     output_tokens=sum(output_lens), stream_tokens=job["stream_len"],
                     long_prompt_tokens=len(long_prompt), seed=args["seed"])

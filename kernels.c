@@ -409,7 +409,7 @@ OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const cha
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   for (long i = 0; i < steps; i++, panel += 64 * NC) {
     if (i == steps - 1 && last) panel = last;
-    _tile_loadd(4, panel, 4 * NC);  // leaves the first-level cache to x
+    _tile_loadd(4, panel, 4 * NC);
     _tile_loadd(5, panel + 64, 4 * NC);
     for (int part = 0; part < parts; part++, x += A_TILE) {
       _tile_loadd(6, x, 64);
@@ -493,7 +493,7 @@ INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char
 INLINE long linear_shared(int bf, long T, long K) { return bf || tiles ? 0 : T * K * 4; }
 // The same with tiles. Every thread copies the rows that it multiplies for itself: to share a copy
 // they would wait for one another, and fetch it from the other's cache. So few rows, a decode step,
-// are copied by all, who share the panels; of many rows each thread has its own. Then 1 MB of
+// are copied by all, who share the panels; of many rows each thread has its own. Then half a MB of
 // panels passes by at a time, which stays in the second-level cache for all rows of the block.
 // A last step of less than 32 k is copied and padded.
 typedef struct {
@@ -525,7 +525,7 @@ INLINE void linear_tiles(int bf, Team *t, Dense *a) {
   long rows = round_up((a->T + blocks - 1) / blocks, PAIR_ROWS);
   blocks = (a->T + rows - 1) / rows;
   long step = share ? panels : 1 + panels / (8 * threads);
-  step = most(1, least(step, (1 << 20) / (a->K * NC * 2)));
+  step = most(1, least(step, (1 << 19) / (a->K * NC * 2)));
   long groups = (panels + step - 1) / step, each = share ? groups : 1, held = -1;
   a->last = room(&own, 64 * NC + 2 * PAIR_ROWS * NC * 4 + rows * width);
   a->sums[0] = (float *)(a->last + 64 * NC);
@@ -988,10 +988,9 @@ INLINE void pack(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys, cha
     if (t % 16 == 0) fetch(ahead);
   }
 }
-#define PACK(kv) case kv: if (size_of(kv) <= size_of(bf)) pack(kv, bf, now, ahead, D, keys, values); \
-  break;
-OUTLINE void pack_any(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys,
-                      char *values) {
+#define PACK(kv) case kv: \
+  if (size_of(kv) <= size_of(bf)) pack(kv, bf, now, ahead, D, keys, values); break;
+OUTLINE void pack_any(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys, char *values) {
   switch (kv) { PACK(FP32) PACK(BF16) PACK(INT8) PACK(E4M3) PACK(E5M2) }
 }
 // One row of state is m, l and o[DP]. Not inlined: every merge must round alike.
@@ -1008,7 +1007,9 @@ typedef struct {
   long S, ld_table, H, KH, D, ldq, window; float scale, softcap; long G, DP, split, items;
 } Attn;
 // Dot products s[n] of one row, times the scale, are its scores; they become weights e^(s-m) in p.
-// Returns their sum. The row sees from..to-1. The scales of an int8 cache are taken in here.
+// Scores and m are kept times log2 e, so that e^ is 2^. Of the weights, each 32 lie `step` bytes
+// behind the last. Returns their sum. The row sees from..to-1. The scales of an int8 cache are taken
+// in here.
 OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n, int from, int to,
                       float *m, char *p, long step) {
   const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -1092,7 +1093,9 @@ INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, con
   else times_panels(R, bf, c->values, p, CHUNK, n, a->DP, o, a->DP);
   for (int r = 0; r < rows; r++) merge(state + r * (a->DP + 2), m[r], l[r], o + r * a->DP, a->DP);
 }
-// The same of up to PAIR_ROWS rows with tiles; q is in tiles.
+// The same with tiles, up to PAIR_ROWS rows: a prompt is no longer bound by its products but by the
+// softmax between them. A single row goes this way as well, or a token would have other bits in a
+// decode step than in a prompt. q is in tiles.
 OUTLINE void attend_tiles(const Attn *a, const Chunk *c, const char *q, long rows, long n,
                           const int *from, const int *to, float *state) {
   float s[PAIR_ROWS * CHUNK], o[PAIR_ROWS * a->DP], m[PAIR_ROWS], l[PAIR_ROWS];
@@ -1107,7 +1110,7 @@ OUTLINE void attend_tiles(const Attn *a, const Chunk *c, const char *q, long row
   for (long r = 0; r < rows; r++) merge(state + r * (a->DP + 2), m[r], l[r], o + r * a->DP, a->DP);
 }
 // ---- attention over the paged cache: the whole step ---------------------------------------------
-// An item is some tokens of one sequence (up to 128 query rows) against one kv head, or all of them
+// An item is some tokens of one sequence (up to 256 query rows) against one kv head, or all of them
 // when the tokens are few, which reads the cache in order. Rows of an item go by kv head, then
 // token, then query head of the group. Few items are cut further, one per chunk (`split`).
 typedef struct { long s, h, heads, r0, r1, c0, c1, first; float *part; } Item;
@@ -1128,8 +1131,9 @@ static long plan(const Attn *a, Item *w, float *part) {
     long L = a->start[s + 1] - a->start[s], heads = L * a->H <= 128 ? a->KH : 1;
     for (long r0 = 0; r0 < L; r0 += tokens) {
       long r1 = least(L, r0 + tokens), end = row_pos(a, s, r1 - 1) + 1;
-      long c0 = first_seen(a, row_pos(a, s, r0)) / CHUNK, c1 = most(c0 + 1, (end + CHUNK - 1) / CHUNK);
-      long step = a->split ? 1 : c1 - c0;  // an empty sequence has one chunk of no positions
+      long c0 = first_seen(a, row_pos(a, s, r0)) / CHUNK;
+      long c1 = most(c0 + 1, (end + CHUNK - 1) / CHUNK);  // no position at all: an empty chunk
+      long step = a->split ? 1 : c1 - c0;
       for (long h = 0; h < a->KH; h += heads)
         for (long c = c0; c < c1; c += step, count++) if (w) {
           w[count] = (Item){s, h, heads, r0, r1, c, least(c + step, c1), c == c0, part};

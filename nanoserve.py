@@ -2060,10 +2060,10 @@ class RecordedSteps:
     """The steps of a model, recorded once and replayed (kernels.py 12) where that is possible.
 
     A recording reads and writes fixed addresses, so the inputs of a step are copied into buffers.
-    On a CPU one recording serves every step, whose token budget it has room for. A CUDA graph
-    serves one size, and only decode steps (one token per sequence): they are recorded for 1, 2, 4,
-    8, 16, 24, ..., 256
-    sequences when first needed, and a step is padded to the next of these. A padding row has
+    On a CPU one recording serves every step: it has room for the token budget, and memory that no
+    step has touched costs nothing. A CUDA graph serves one size, and only decode steps (one token
+    per sequence): they are recorded for 1, 2, 4, 8, 16, 24, ..., 256 sequences when first needed,
+    and a step is padded to the next of these. A padding row has
     sequence length 0 and slot -1: it attends to nothing and writes nowhere."""
     def __init__(self, model, kv, config, max_model_len):
         self.model, self.kv, self.max_len, self.recorded = model, kv, max_model_len, {}

@@ -8115,7 +8115,8 @@ def test_bench_refuses_figures_without_a_source(tmp_path, capsys):
 
 
 def test_bench_entrants_take_turns(monkeypatch):
-    seen, result = [], dict(token_times=[1, 2], batch_tokens=1, batch_s=1, load_s=1, peak_bytes=1)
+    seen, result = [], dict(token_times=[1, 2], batch_tokens=1, batch_s=1, load_s=1, peak_bytes=1, long_prompt_tokens=1,
+                            long_prompt_s=1)
     start = lambda name, python, job, folder: seen.append((name, python, job)) or result
     monkeypatch.setattr(bench, "start_entrant", start)
     results = bench.measure_in_turns({"a": "python-a", "b": "python-b"}, {"a": 1, "b": 2}, 2, "")
@@ -8139,7 +8140,7 @@ def test_bench_counts_the_tokens_that_came(tmp_path, monkeypatch):
             return {}
 
     monkeypatch.setitem(bench.ENTRANTS, "nanoserve", Lazy)
-    job = dict(prompts=[[1, 2]], output_lens=[3], stream_len=4)
+    job = dict(prompts=[[1, 2]], output_lens=[3], stream_len=4, long_prompt=[1, 2, 3])
     for name, short in ("batch", (1, 0)), ("stream", (0, 1)), (None, (0, 0)):
         path = tmp_path / "job.json"
         path.write_text(json.dumps({**job, "options": dict(zip(("batch", "stream"), short))}))
