@@ -989,7 +989,8 @@ INLINE void pack(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys, cha
   }
 }
 #define PACK(kv) case kv: \
-  if (size_of(kv) <= size_of(bf)) pack(kv, bf, now, ahead, D, keys, values); break;
+  if (size_of(kv) <= size_of(bf)) pack(kv, bf, now, ahead, D, keys, values); \
+  break;
 OUTLINE void pack_any(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys, char *values) {
   switch (kv) { PACK(FP32) PACK(BF16) PACK(INT8) PACK(E4M3) PACK(E5M2) }
 }
@@ -1008,8 +1009,7 @@ typedef struct {
 } Attn;
 // Dot products s[n] of one row, times the scale, are its scores; they become weights e^(s-m) in p.
 // Scores and m are kept times log2 e, so that e^ is 2^. Of the weights, each 32 lie `step` bytes
-// behind the last. Returns their sum. The row sees from..to-1. The scales of an int8 cache are taken
-// in here.
+// behind the last. Returns their sum. The row sees from..to-1. An int8 cache's scales come in here.
 OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n, int from, int to,
                       float *m, char *p, long step) {
   const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -1194,7 +1194,8 @@ INLINE int direct(int bf, const Attn *a, const Item *w) {
 // All query rows of one head of an item against one chunk, some at a time.
 INLINE void run_chunk(int bf, const Attn *a, const Item *w, long c, const Chunk *ch,
                       const char *q, float *state) {
-  long R = (w->r1 - w->r0) * a->G, n = ch->now->n, step = bf && tiles ? PAIR_ROWS : ROWS;
+  long R = (w->r1 - w->r0) * a->G, n = ch->now->n, use_tiles = bf && tiles;
+  long step = use_tiles ? PAIR_ROWS : ROWS;
   for (long i = 0; i < R; i += step) {
     int from[PAIR_ROWS] = {0}, to[PAIR_ROWS] = {0}, last = 0;
     for (long r = 0; r < least(step, R - i); r++) {
@@ -1205,7 +1206,7 @@ INLINE void run_chunk(int bf, const Attn *a, const Item *w, long c, const Chunk 
     }
     const char *qi = q + i * a->DP * size_of(bf);
     float *st = state + i * (a->DP + 2);
-    if (bf && tiles) {
+    if (use_tiles) {
       if (last) attend_tiles(a, ch, qi, least(step, R - i), round_up(last, NC), from, to, st);
     } else if (direct(bf, a, w)) WITH_R(R, attend, bf, 1, a, ch, qi, R, n, from, to, st)
     else if (last)
@@ -1217,17 +1218,17 @@ INLINE void run_chunk(int bf, const Attn *a, const Item *w, long c, const Chunk 
 INLINE void run_item(int bf, const Attn *a, const Item *w, const Item *after, char *space,
                      float *state, const char *zeros, Rows *rows, long *turn) {
   long DP = a->DP, z = size_of(bf), n = rows_of(a, w), R = n / w->heads;
-  long RP = bf && tiles ? round_up(R, 16) : R;
+  long use_tiles = bf && tiles, RP = use_tiles ? round_up(R, 16) : R;
   char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z;
   memset(q, 0, (RP * w->heads + ROWS) * DP * z);  // queries are padded to DP and to whole groups
   for (long i = 0; i < n; i++) {
     const char *from = a->q + row_at(a, w, i, a->ldq) * z;
-    if (bf && tiles) for (long d = 0; d < a->D; d += 32)
+    if (use_tiles) for (long d = 0; d < a->D; d += 32)
       memcpy(in_tiles(q, 2 * DP, 1, i / R * RP + i % R, d * 2), from + d * 2,
              least(32, a->D - d) * 2);
     else memcpy(q + i * DP * z, from, a->D * z);
   }
-  unsigned mode = bf && tiles ? begin_tiles(R) : 0;
+  unsigned mode = use_tiles ? begin_tiles(R) : 0;
   clear(state, n, DP);
   for (long c = w->c0; c < w->c1; c++) {
     Rows *now = rows + *turn, *ahead = rows + (*turn ^= 1);
@@ -1242,7 +1243,7 @@ INLINE void run_item(int bf, const Attn *a, const Item *w, const Item *after, ch
       run_chunk(bf, a, w, c, &ch, q + h * RP * DP * z, state + h * R * (DP + 2));
     }
   }
-  if (bf && tiles) end_tiles(mode);
+  if (use_tiles) end_tiles(mode);
 }
 INLINE void attention(int bf, Team *t, const Attn *a) {
   long n = a->items, row = a->DP + 2, state_size = round_up(most_rows(a) * row * 4, 64);

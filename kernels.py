@@ -1327,7 +1327,8 @@ def unpack_triton(weight, ids):
 #                                                           thread 1: tickets 1, 4 ..   (woke late)
 #
 # Every matrix product in it (q k^T, p v, the linear layers) is one inner loop, `tile`: up to 8 rows
-# times a *packed panel*, 32 columns laid out in the order in which the loop reads them.
+# times a *packed panel*, 32 columns laid out in the order in which the loop reads them. A CPU with
+# a matrix unit (AMX) multiplies bf16 and int8 by it instead, from the same panels.
 #
 # Invariant: the bits of a row depend on that row alone, not on batch, chunking or thread count.
 #   Sums run in an order fixed by position: 16 lanes, pairs of k, chunks of 128 tokens.
