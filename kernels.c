@@ -56,7 +56,7 @@ INLINE f32s larger(f32s a, f32s b) {  // b when either is NaN
   return where(a > b, a, b);
 #endif
 }
-INLINE f32s smaller(f32s a, f32s b) {
+INLINE f32s smaller(f32s a, f32s b) {  // b when either is NaN
 #ifdef __AVX512F__
   return (f32s)_mm512_min_ps((__m512)a, (__m512)b);
 #else
@@ -181,8 +181,8 @@ static void barrier(Team *t) {
     atomic_store(&t->waiting, 0);
     atomic_store(&t->turn, turn + 1);
   } else {
-    // About 50 us. Who yields to another program gets the core back after milliseconds, and with one
-    // program besides, a decode step yielded after 2 us was 6 times slower instead of 2.4.
+    // About 50 us. Who yields to another program gets the core back after milliseconds: with one
+    // program besides, a decode step was 6 times slower when threads yielded after 2 us, now 2.4.
     for (long spins = 0; atomic_load(&t->turn) == turn; spins++) if (spins > 60000) sched_yield();
   }
 }
@@ -454,6 +454,7 @@ INLINE void wide_steps(int type, const char *x, const char *panel, long steps, c
 INLINE char *in_tiles(char *x, long width, int parts, long m, long at) {
   return x + m / 16 * 16 * width + at / 64 * parts * A_TILE + m % 16 * 64 + at % 64;
 }
+INLINE long steps_of(int type, long K) { return type == INT8 ? (K + 63) / 64 : (K + 31) / 32; }
 // Row m of x into tiles. In two parts its numbers are high + low, two bf16 numbers each.
 INLINE void row_to_tiles(int parts, const char *x, long K, char *tiles, long width, long m) {
   for (long k = 0; k < K; k += 32) {
@@ -466,7 +467,6 @@ INLINE void row_to_tiles(int parts, const char *x, long K, char *tiles, long wid
     }
   }
 }
-INLINE long steps_of(int type, long K) { return type == INT8 ? (K + 63) / 64 : (K + 31) / 32; }
 // ---- linear layers ----------------------------------------------------------------------------
 // out[T][N] = x[T][K] @ w^T + bias, w in bf16. An fp32 x is split into two bf16 numbers, x = high +
 // low, and multiplied twice: 16 bits of x count, and at few rows, where reading w takes the time,
@@ -500,36 +500,40 @@ INLINE long linear_shared(int bf, long T, long K) { return bf || tiles ? 0 : T *
 // A last step of less than 32 k is copied and padded.
 typedef struct {
   const char *x, *w, *bias; char *out; long T, N, K, ldx, ldo, bf_out;
-  char *in, *last; float *sums[2];  // of this thread: rows in tiles, last step, two results
+  long steps, width; char *in, *last; float *sums[2];  // rows in tiles, last step, two results
 } Dense;
 INLINE void dense_rows(int bf, const Dense *a, long m0, long m1, long p0, long p1) {
-  long steps = (a->K + 31) / 32, rest = a->K % 32 * NC * 2, width = steps * 64 * (2 - bf);
-  long count = (m1 - m0 + PAIR_ROWS - 1) / PAIR_ROWS * (p1 - p0);
-  for (long b = 0, m_before = 0, p_before = 0; b <= count; b++) {
-    long m = m0 + b / (p1 - p0) * PAIR_ROWS, p = p0 + b % (p1 - p0);
+  long rest = a->K % 32 * NC * 2, row = p1 - p0;
+  long count = (m1 - m0 + PAIR_ROWS - 1) / PAIR_ROWS * row;
+  for (long b = 0; b <= count; b++) {
     if (b < count) {
+      long m = m0 + b / row * PAIR_ROWS, p = p0 + b % row;
       const char *panel = a->w + p * a->K * NC * 2;
-      if (rest) memcpy(a->last, panel + (steps - 1) * 64 * NC, rest);
-      pair_steps(2 - bf, m1 - m > 16, a->in + (m - m0) * width, 16 * width, panel, steps,
+      if (rest) memcpy(a->last, panel + (a->steps - 1) * 64 * NC, rest);
+      pair_steps(2 - bf, m1 - m > 16, a->in + (m - m0) * a->width, 16 * a->width, panel, a->steps,
                  rest ? a->last : 0, a->sums[b % 2], NC);
     }
-    const float *c = a->sums[1 - b % 2];  // written out while the tiles are busy
-    for (long r = m_before; b && r < least(m1, m_before + PAIR_ROWS); r++, c += NC)
+    if (b == 0) continue;
+    // The block before is written out while the tiles are busy.
+    long m = m0 + (b - 1) / row * PAIR_ROWS, p = p0 + (b - 1) % row;
+    const float *c = a->sums[(b - 1) % 2];
+    for (long r = m; r < least(m1, m + PAIR_ROWS); r++, c += NC)
       linear_row(bf, a->bf_out, (const f32s *)c, a->bias, a->out + r * a->ldo * size_of(a->bf_out),
-                 p_before * NC, a->N);
-    m_before = m; p_before = p;
+                 p * NC, a->N);
   }
 }
 INLINE void linear_tiles(int bf, Team *t, Dense *a) {
-  long threads = omp_get_num_threads(), width = (a->K + 31) / 32 * 64 * (2 - bf);
-  long blocks = (a->T + 255) / 256, share = a->T > 128 * threads, panels = panels_of(a->N);
-  if (share) blocks = round_up(blocks, threads);
+  long threads = omp_get_num_threads(), panels = panels_of(a->N);
+  long blocks = (a->T + 255) / 256, own_rows = a->T > 128 * threads;
+  if (own_rows) blocks = round_up(blocks, threads);
   long rows = round_up((a->T + blocks - 1) / blocks, PAIR_ROWS);
   blocks = (a->T + rows - 1) / rows;
-  long step = share ? panels : 1 + panels / (8 * threads);
+  long step = own_rows ? panels : 1 + panels / (8 * threads);
   step = most(1, least(step, (1 << 19) / (a->K * NC * 2)));
-  long groups = (panels + step - 1) / step, each = share ? groups : 1, held = -1;
-  a->last = room(&own, 64 * NC + 2 * PAIR_ROWS * NC * 4 + rows * width);
+  long groups = (panels + step - 1) / step, each = own_rows ? groups : 1, held = -1;
+  a->steps = steps_of(BF16, a->K);
+  a->width = a->steps * 64 * (2 - bf);
+  a->last = room(&own, 64 * NC + 2 * PAIR_ROWS * NC * 4 + rows * a->width);
   a->sums[0] = (float *)(a->last + 64 * NC);
   a->sums[1] = a->sums[0] + PAIR_ROWS * NC;
   a->in = (char *)(a->sums[1] + PAIR_ROWS * NC);
@@ -538,7 +542,7 @@ INLINE void linear_tiles(int bf, Team *t, Dense *a) {
   for (long i; (i = next(t) * each) < blocks * groups;) {
     long m0 = i / groups * rows, m1 = least(a->T, m0 + rows);
     for (long m = m0; m < m1 && held != m0; m++)
-      row_to_tiles(2 - bf, a->x + m * a->ldx * size_of(bf), a->K, a->in, width, m - m0);
+      row_to_tiles(2 - bf, a->x + m * a->ldx * size_of(bf), a->K, a->in, a->width, m - m0);
     held = m0;
     for (long g = i % groups; g < i % groups + each; g++)
       dense_rows(bf, a, m0, m1, g * step, least(panels, (g + 1) * step));
@@ -911,7 +915,7 @@ typedef struct {
   const char *k[CHUNK], *v[CHUNK]; const float *scale[CHUNK]; float k_scale[CHUNK], v_scale[CHUNK];
   long n, fetched, bytes, heads, at;
 } Rows;
-INLINE void fetch(Rows *r) {  // called n / 8 times for each head of the chunk that is computed
+INLINE void fetch(Rows *r) {  // called n / 8 times or more for each head of the chunk at work
   long end = least(r->n, r->fetched + (8 + r->heads - 1) / r->heads);
   for (; r->fetched < end; r->fetched++)
     for (long b = 0; b < r->bytes; b += 64) {
@@ -1032,10 +1036,10 @@ OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n,
   float shift = from < to ? *m : 0.f;  // a row that sees nothing: weights e^NEVER = 0
   for (long t = 0; t < n; t += 16) {
     f32s e = power16(*(f32s *)(s + t) - shift, 1);
-    char *to = p + t / NC * step + t % NC * size_of(bf);
-    store16(bf, to, e);
-    sum += load16(bf, to);  // of the rounded weights, so that they add up to one
-    if (scales) store16(bf, to, e * *(const f32s *)(rows->v_scale + t));
+    char *weight = p + t / NC * step + t % NC * size_of(bf);
+    store16(bf, weight, e);
+    sum += load16(bf, weight);  // of the rounded weights, so that they add up to one
+    if (scales) store16(bf, weight, e * *(const f32s *)(rows->v_scale + t));
   }
   return lanes_sum(sum);
 }
@@ -1222,12 +1226,10 @@ INLINE void run_item(int bf, const Attn *a, const Item *w, const Item *after, ch
   long DP = a->DP, z = size_of(bf), n = rows_of(a, w), R = n / w->heads;
   long use_tiles = bf && tiles, RP = use_tiles ? round_up(R, 16) : R;
   char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z;
-  memset(q, 0, (RP * w->heads + ROWS) * DP * z);  // queries are padded to DP and to whole groups
+  if (!use_tiles) memset(q, 0, (n + ROWS) * DP * z);  // padded to DP and to whole groups
   for (long i = 0; i < n; i++) {
     const char *from = a->q + row_at(a, w, i, a->ldq) * z;
-    if (use_tiles) for (long d = 0; d < a->D; d += 32)
-      memcpy(in_tiles(q, 2 * DP, 1, i / R * RP + i % R, d * 2), from + d * 2,
-             least(32, a->D - d) * 2);
+    if (use_tiles) row_to_tiles(1, from, a->D, q, 2 * DP, i / R * RP + i % R);
     else memcpy(q + i * DP * z, from, a->D * z);
   }
   unsigned mode = use_tiles ? begin_tiles(R) : 0;
@@ -1250,20 +1252,21 @@ INLINE void run_item(int bf, const Attn *a, const Item *w, const Item *after, ch
 INLINE void attention(int bf, Team *t, const Attn *a) {
   long n = a->items, row = a->DP + 2, state_size = round_up(most_rows(a) * row * 4, 64);
   // Of this thread: panels, queries, rows of zeros; then the state, then the items.
-  long queries = most_rows(a) + 16 * a->KH + ROWS, zeros = a->KH * a->c.head * size_of(a->c.kv);
+  long queries = most_rows(a) + 16 * a->KH + ROWS;
   long space = round_up((2 * CHUNK + queries) * a->DP * size_of(bf), 64);
-  char *mine = room(&own, space + round_up(zeros, 64) + state_size + n * sizeof(Item));
-  memset(mine + space, 0, zeros);
-  float *state = (float *)(mine + space + round_up(zeros, 64));
+  long zeros_size = round_up(a->KH * a->c.head * size_of(a->c.kv), 64);
+  char *mine = room(&own, space + zeros_size + state_size + n * sizeof(Item));
+  char *zeros = memset(mine + space, 0, zeros_size);
+  float *state = (float *)(zeros + zeros_size);
   Item *w = (Item *)((char *)state + state_size);
   plan(a, w, t->shared);
   Rows rows[2];
   long turn = 0, i = next(t);
-  if (i < n) find_rows(a, w + i, w[i].c0, mine + space, rows);
+  if (i < n) find_rows(a, w + i, w[i].c0, zeros, rows);
   for (long j; i < n; i = j) {
     j = next(t);
-    run_item(bf, a, w + i, j < n ? w + j : 0, mine, a->split ? w[i].part : state, mine + space,
-             rows, &turn);
+    run_item(bf, a, w + i, j < n ? w + j : 0, mine, a->split ? w[i].part : state, zeros, rows,
+             &turn);
     if (!a->split) finish(bf, a, w + i, state);
   }
   if (!a->split) return;

@@ -2063,8 +2063,8 @@ class RecordedSteps:
     On a CPU one recording serves every step: it has room for the token budget, and memory that no
     step has touched costs nothing. A CUDA graph serves one size, and only decode steps (one token
     per sequence): they are recorded for 1, 2, 4, 8, 16, 24, ..., 256 sequences when first needed,
-    and a step is padded to the next of these. A padding row has
-    sequence length 0 and slot -1: it attends to nothing and writes nowhere."""
+    and a step is padded to the next of these. A padding row has sequence length 0 and slot -1: it
+    attends to nothing and writes nowhere."""
     def __init__(self, model, kv, config, max_model_len):
         self.model, self.kv, self.max_len, self.recorded = model, kv, max_model_len, {}
         self.eager = "enforce_eager" if config.enforce_eager else ""  # the reason to record nothing
