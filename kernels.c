@@ -42,6 +42,7 @@ typedef float f32n __attribute__((vector_size(4 * LANES), aligned(4), may_alias)
 typedef int32_t i32n __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t u32n __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t word __attribute__((aligned(2), may_alias));  // one fp32, or two bf16
+#define LINES __attribute__((aligned(64)))  // at the beginning of a cache line
 INLINE long size_of(int kv) { return kv == FP32 ? 4 : kv == BF16 ? 2 : 1; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }
@@ -122,6 +123,14 @@ INLINE void store16(int kv, char *p, f32s x) {
   *(u16s *)p = __builtin_convertvector(round_bf16(x), u16s);
 #endif
 }
+INLINE void store32(int bf, char *p, f32s x, f32s y) {
+#ifdef __AVX512BF16__  // one write of a cache line
+  __m512bh both = _mm512_cvtne2ps_pbh((__m512)y, (__m512)x);
+  if (bf) { memcpy(p, &both, 64); return; }
+#endif
+  store16(bf, p, x);
+  store16(bf, p + 16 * size_of(bf), y);
+}
 // Elements i..i+15 of a row of n: lanes past the end read as 0 and are not written.
 INLINE f32s get(int bf, const char *row, long i, long n) {
   row += i * size_of(bf);
@@ -157,17 +166,19 @@ INLINE u32s words(const char *p, long bytes) {
 #define PLUS(a, b) ((a) + (b))
 INLINE float lanes_sum(f32s v) { FOLD(v, PLUS); return v[0]; }
 INLINE float lanes_max(f32s v) { FOLD(v, larger); return v[0]; }
-// 2^(cx) = 2^n 2^r with |r| <= 1/2: a polynomial for 2^r, and n written into the exponent bits.
-// Relative error 2e-7. Below cx = -126.5, where n is -127 and these bits are 0, the result is
-// exactly 0, so that a masked score has exactly no weight. A NaN passes both limits.
-INLINE f32s power16(f32s x, float c) {
-  f32s y = smaller(splat(127.f / c), larger(splat(-127.f / c), x));
-  f32s bits = y * c + (12582912.f + 127);  // 1.5 * 2^23: the last bit is worth 1
-  f32s r = y * c - (bits - (12582912.f + 127));
-  f32s p = 1.f + r * (0.693146884f + r * (0.24022238f + r * (0.0555089302f + r * (0.00967169832f
-         + r * 0.00132186722f))));
+// 2^y = 2^n 2^r with |r| <= 1/2: a polynomial for 2^r, and n written into the exponent bits. Its
+// relative error is 2e-7, or 1e-4 in the short form. Below y = -126.5, where n is -127 and these
+// bits are 0, the result is exactly 0, so that a masked score has exactly no weight. NaN stays.
+INLINE f32s power_of_2(int brief, f32s y) {  // y < 127.5
+  y = larger(splat(-127.f), y);
+  f32s bits = y + (12582912.f + 127);  // 1.5 * 2^23: the last bit is worth 1
+  f32s r = y - (bits - (12582912.f + 127));
+  f32s p = brief ? 1.f + r * (0.69328293f + r * (0.24221097f + r * 0.05500893f))
+                 : 1.f + r * (0.693146884f + r * (0.24022238f + r * (0.0555089302f
+                       + r * (0.00967169832f + r * 0.00132186722f))));
   return p * (f32s)((u32s)bits << 23);
 }
+INLINE f32s power16(f32s x, float c) { return power_of_2(0, smaller(splat(127.f), x * c)); }
 static const float LOG2E = 1.44269504f;  // e^x = 2^(x log2 e)
 // ---- the team -----------------------------------------------------------------------------------
 // All threads run one operator; each takes the next ticket until none is left. A thread that wakes
@@ -1018,28 +1029,25 @@ typedef struct {
 // behind the last. Returns their sum. The row sees from..to-1. An int8 cache's scales come in here.
 OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n, int from, int to,
                       float *m, char *p, long step) {
-  const i32s lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  f32s top = splat(NEVER), sum = {};
-  float cap = a->softcap, scale = cap > 0 ? a->scale * 2 / cap : a->scale * LOG2E;
-  int scales = a->c.scales != 0;
-  for (long t = 0; t < n; t += 16) {
-    f32s x = *(f32s *)(s + t) * scale;
-    if (scales) x *= *(const f32s *)(rows->k_scale + t);
-    if (cap > 0)  // cap tanh(x / cap)
-      x = cap * LOG2E * (1.f - 2.f / (power16(x, LOG2E) + 1.f));
-    if (t < from || t + 16 > to)
-      x = where((lane + (int)t >= from) & (lane + (int)t < to), x, splat(NEVER));
-    *(f32s *)(s + t) = x;
-    top = larger(x, top);
+  float cap = a->softcap, scale = a->scale * LOG2E;
+  const f32s *k_scale = (const f32s *)rows->k_scale, *v_scale = (const f32s *)rows->v_scale;
+  f32s top = splat(NEVER), sum = {}, *x = (f32s *)s;
+  if (a->c.scales) for (long i = 0; i < n / 16; i++) x[i] *= k_scale[i];
+  if (cap > 0) {  // cap tanh(x / cap)
+    for (long i = 0; i < n / 16; i++)
+      x[i] = cap * LOG2E * (1.f - 2.f / (power16(x[i], a->scale * 2 / cap * LOG2E) + 1.f));
+    scale = 1;
   }
-  *m = lanes_max(top);
-  float shift = from < to ? *m : 0.f;  // a row that sees nothing: weights e^NEVER = 0
-  for (long t = 0; t < n; t += 16) {
-    f32s e = power16(*(f32s *)(s + t) - shift, 1);
-    char *weight = p + t / NC * step + t % NC * size_of(bf);
-    store16(bf, weight, e);
-    sum += load16(bf, weight);  // of the rounded weights, so that they add up to one
-    if (scales) store16(bf, weight, e * *(const f32s *)(rows->v_scale + t));
+  for (long t = 0; t < least(from, n); t++) s[t] = NEVER;
+  for (long t = most(0, to); t < n; t++) s[t] = NEVER;
+  for (long i = 0; i < n / 16; i++) top = larger(x[i], top);
+  float shift = *m = lanes_max(top) * scale;
+  if (from >= to) shift = 0;  // a row that sees nothing: weights e^NEVER = 0
+  for (long i = 0; i < n / 16; i += 2, p += step) {
+    f32s e = power_of_2(bf, x[i] * scale - shift), f = power_of_2(bf, x[i + 1] * scale - shift);
+    sum += e + f;
+    if (a->c.scales) { e *= v_scale[i]; f *= v_scale[i + 1]; }
+    store32(bf, p, e, f);
   }
   return lanes_sum(sum);
 }
@@ -1104,8 +1112,8 @@ INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, con
 // decode step than in a prompt. q is in tiles.
 OUTLINE void attend_tiles(const Attn *a, const Chunk *c, const char *q, long rows, long n,
                           const int *from, const int *to, float *state) {
-  float s[PAIR_ROWS * CHUNK], o[PAIR_ROWS * a->DP], m[PAIR_ROWS], l[PAIR_ROWS];
-  char p[PAIR_ROWS * CHUNK * 2];
+  float s[PAIR_ROWS * most(CHUNK, a->DP)] LINES, *o = s, m[PAIR_ROWS], l[PAIR_ROWS];
+  char p[PAIR_ROWS * CHUNK * 2] LINES;
   for (long t = 0; t < n; t += NC)
     pair_steps(1, rows > 16, q, 32 * a->DP, c->keys + t * a->DP * 2, a->DP / 32, 0, s + t, CHUNK);
   for (long r = 0; r < rows; r++)
