@@ -236,12 +236,12 @@ INLINE void rms_norm(int bf, Team *t, const char *x, const char *w, char *residu
     }
   }
 }
+INLINE f32s silu16(f32s x) { return x / (1.f + power16(-x, LOG2E)); }
 INLINE void silu_mul(int bf, Team *t, const char *x, char *out, long T, long F, long ldx) {
   long z = size_of(bf);
   EACH_ROW(m, T, F) for (long i = 0; i < F; i += 16) {
     const char *gate = x + m * ldx * z, *up = gate + F * z;
-    f32s g = get(bf, gate, i, F);
-    put(bf, out + m * F * z, i, F, g / (1.f + power16(-g, LOG2E)) * get(bf, up, i, F));
+    put(bf, out + m * F * z, i, F, silu16(get(bf, gate, i, F)) * get(bf, up, i, F));
   }
 }
 // Turns one head: coordinates i and i + half, or 2i and 2i+1 when interleaved, by the angle of i.
@@ -483,25 +483,39 @@ INLINE void row_to_tiles(int parts, const char *x, long K, char *tiles, long wid
 // low, and multiplied twice: 16 bits of x count, and at few rows, where reading w takes the time,
 // it costs nothing. Threads share the panels. Rows go in blocks of 192: a block of x stays in the
 // second-level cache while the panels pass by.
+// `gated`: w has two halves of N rows, and out = silu(x @ first^T) * (x @ second^T). What a prompt
+// would write, and read again to multiply it, is more than what it reads here.
+typedef struct {
+  const char *x, *w, *bias; char *out; long T, N, K, ldx, ldo, bf_out, gated;
+  long steps, width; char *in, *last; float *sums[2];  // rows in tiles, last step, two results
+} Dense;
 INLINE long panels_of(long N) { return (N + NC - 1) / NC; }
-INLINE void linear_row(int bf, int bf_out, const f32s *c, const char *bias, char *out, long column,
-                       long N) {
-  for (int j = 0; j < 2 && column + 16 * j < N; j++) {
+INLINE const char *panel_at(const Dense *a, long p, int second) {
+  return a->w + (p + second * panels_of(a->N)) * a->K * NC * 2;
+}
+// One row of a panel's columns, 32 sums, and those of the second half.
+INLINE void linear_row(int bf, const Dense *a, const f32s *c, const f32s *second, long m, long p) {
+  char *out = a->out + m * a->ldo * size_of(a->bf_out);
+  for (int j = 0; j < 2 && p * NC + 16 * j < a->N; j++) {
+    long column = p * NC + 16 * j;
     f32s v = c[j];
-    if (bias) v += get(bf, bias, column + 16 * j, N);
-    put(bf_out, out, column + 16 * j, N, v);
+    if (a->bias) v += get(bf, a->bias, column, a->N);
+    if (a->gated) {
+      f32s w = second[j];
+      if (a->bias) w += get(bf, a->bias, a->N + column, 2 * a->N);
+      v = silu16(v) * w;
+    }
+    put(a->bf_out, out, column, a->N, v);
   }
 }
-INLINE void linear_rows(int R, int bf, int bf_out, const char *panel, const char *x,
-                        const char *low, long ldx, long K, const char *bias, char *out,
-                        long ldo, long column, long N) {
-  f32n c[ROWS][PARTS], d[ROWS][PARTS];
-  tile(1, R, panel, x, ldx, K, c);
-  if (!bf) tile(1, R, panel, low, ldx, K, d);
-  for (int r = 0; r < R; r++) {
-    for (int j = 0; !bf && j < PARTS; j++) c[r][j] += d[r][j];
-    linear_row(bf, bf_out, (f32s *)c[r], bias, out + r * ldo * size_of(bf_out), column, N);
+INLINE void linear_rows(int R, int bf, const Dense *a, const char *low, long m, long p) {
+  f32n c[2][ROWS][PARTS], d[ROWS][PARTS];
+  for (int half = 0; half <= a->gated; half++) {
+    tile(1, R, panel_at(a, p, half), a->x + m * a->ldx * 2, a->ldx, a->K, c[half]);
+    if (!bf) tile(1, R, panel_at(a, p, half), low + m * a->ldx * 2, a->ldx, a->K, d);
+    for (int r = 0; !bf && r < R; r++) for (int j = 0; j < PARTS; j++) c[half][r][j] += d[r][j];
   }
+  for (int r = 0; r < R; r++) linear_row(bf, a, (f32s *)c[0][r], (f32s *)c[1][r], m + r, p);
 }
 INLINE long linear_shared(int bf, long T, long K) { return bf || tiles ? 0 : T * K * 4; }
 // The same with tiles. Every thread copies the rows that it multiplies for itself: to share a copy
@@ -509,28 +523,23 @@ INLINE long linear_shared(int bf, long T, long K) { return bf || tiles ? 0 : T *
 // are copied by all, who share the panels; of many rows each thread has its own. Then half a MB of
 // panels passes by at a time, which stays in the second-level cache for all rows of the block.
 // A last step of less than 32 k is copied and padded.
-typedef struct {
-  const char *x, *w, *bias; char *out; long T, N, K, ldx, ldo, bf_out;
-  long steps, width; char *in, *last; float *sums[2];  // rows in tiles, last step, two results
-} Dense;
 INLINE void dense_rows(int bf, const Dense *a, long m0, long m1, long p0, long p1) {
-  long rest = a->K % 32 * NC * 2, row = p1 - p0;
+  long rest = a->K % 32 * NC * 2, row = p1 - p0, half_sums = PAIR_ROWS * NC;
   long count = (m1 - m0 + PAIR_ROWS - 1) / PAIR_ROWS * row;
   for (long b = 0; b <= count; b++) {
-    if (b < count) {
+    for (int half = 0; half <= a->gated && b < count; half++) {
       long m = m0 + b / row * PAIR_ROWS, p = p0 + b % row;
-      const char *panel = a->w + p * a->K * NC * 2;
+      const char *panel = panel_at(a, p, half);
       if (rest) memcpy(a->last, panel + (a->steps - 1) * 64 * NC, rest);
       pair_steps(2 - bf, m1 - m > 16, a->in + (m - m0) * a->width, 16 * a->width, panel, a->steps,
-                 rest ? a->last : 0, a->sums[b % 2], NC);
+                 rest ? a->last : 0, a->sums[b % 2] + half * half_sums, NC);
     }
     if (b == 0) continue;
     // The block before is written out while the tiles are busy.
     long m = m0 + (b - 1) / row * PAIR_ROWS, p = p0 + (b - 1) % row;
     const float *c = a->sums[(b - 1) % 2];
     for (long r = m; r < least(m1, m + PAIR_ROWS); r++, c += NC)
-      linear_row(bf, a->bf_out, (const f32s *)c, a->bias, a->out + r * a->ldo * size_of(a->bf_out),
-                 p * NC, a->N);
+      linear_row(bf, a, (const f32s *)c, (const f32s *)(c + half_sums), r, p);
   }
 }
 INLINE void linear_tiles(int bf, Team *t, Dense *a) {
@@ -540,14 +549,14 @@ INLINE void linear_tiles(int bf, Team *t, Dense *a) {
   long rows = round_up((a->T + blocks - 1) / blocks, PAIR_ROWS);
   blocks = (a->T + rows - 1) / rows;
   long step = own_rows ? panels : 1 + panels / (8 * threads);
-  step = most(1, least(step, (1 << 19) / (a->K * NC * 2)));
+  step = most(1, least(step, (1 << 19) / (a->K * NC * 2 * (1 + a->gated))));
   long groups = (panels + step - 1) / step, each = own_rows ? groups : 1, held = -1;
   a->steps = steps_of(BF16, a->K);
   a->width = a->steps * 64 * (2 - bf);
-  a->last = room(&own, 64 * NC + 2 * PAIR_ROWS * NC * 4 + rows * a->width);
+  a->last = room(&own, 64 * NC + 4 * PAIR_ROWS * NC * 4 + rows * a->width);
   a->sums[0] = (float *)(a->last + 64 * NC);
-  a->sums[1] = a->sums[0] + PAIR_ROWS * NC;
-  a->in = (char *)(a->sums[1] + PAIR_ROWS * NC);
+  a->sums[1] = a->sums[0] + 2 * PAIR_ROWS * NC;
+  a->in = (char *)(a->sums[1] + 2 * PAIR_ROWS * NC);
   unsigned mode = begin_tiles(a->T);
   memset(a->last, 0, 64 * NC);
   for (long i; (i = next(t) * each) < blocks * groups;) {
@@ -560,31 +569,25 @@ INLINE void linear_tiles(int bf, Team *t, Dense *a) {
   }
   end_tiles(mode);
 }
-INLINE void linear(int bf, Team *t, const char *x, const char *w, const char *bias, char *out,
-                   long T, long N, long K, long ldx, long ldo, int bf_out) {
-  if (tiles) {
-    Dense a = {x, w, bias, out, T, N, K, ldx, ldo, bf_out};
-    linear_tiles(bf, t, &a);
-    return;
-  }
-  long panels = panels_of(N), step = 1 + panels / (8 * omp_get_num_threads());
-  long groups = (panels + step - 1) / step, blocks = (T + 191) / 192;
-  char *low = (char *)t->shared + T * K * 2;
+INLINE void linear(int bf, Team *t, Dense *a) {
+  if (tiles) { linear_tiles(bf, t, a); return; }
+  long panels = panels_of(a->N), step = 1 + panels / (8 * omp_get_num_threads());
+  long groups = (panels + step - 1) / step, blocks = (a->T + 191) / 192;
+  char *low = (char *)t->shared + a->T * a->K * 2;
   if (!bf) {
     char *high = (char *)t->shared;
-    for (long m; (m = next(t)) < T;) for (long i = 0; i < K; i += 16) {
-      f32s v = get(0, x + m * ldx * 4, i, K);
-      put(1, high + m * K * 2, i, K, v);
-      put(1, low + m * K * 2, i, K, v - get(1, high + m * K * 2, i, K));
+    for (long m; (m = next(t)) < a->T;) for (long i = 0; i < a->K; i += 16) {
+      f32s v = get(0, a->x + m * a->ldx * 4, i, a->K);
+      put(1, high + m * a->K * 2, i, a->K, v);
+      put(1, low + m * a->K * 2, i, a->K, v - get(1, high + m * a->K * 2, i, a->K));
     }
     barrier(t);
-    x = high; ldx = K;
+    a->x = high; a->ldx = a->K;
   }
   for (long i; (i = next(t)) < groups * blocks;) {
-    long p0 = i % groups * step, m0 = i / groups * 192, m1 = least(T, m0 + 192);
+    long p0 = i % groups * step, m0 = i / groups * 192, m1 = least(a->T, m0 + 192);
     for (long p = p0; p < least(panels, p0 + step); p++) for (long m = m0; m < m1; m += ROWS)
-      WITH_R(m1 - m, linear_rows, bf, bf_out, w + p * K * NC * 2, x + m * ldx * 2,
-             low + m * ldx * 2, ldx, K, bias, out + m * ldo * size_of(bf_out), ldo, p * NC, N)
+      WITH_R(m1 - m, linear_rows, bf, a, low, m, p)
   }
 }
 // ---- linear layers with narrow weights ----------------------------------------------------------
@@ -1310,7 +1313,8 @@ OPERATOR(rope, rope_store(bf, t, p[0], (float *)p[1], p[2], n[5], (int64_t *)p[3
 OPERATOR(largest, argmax(bf, t, p[0], (int64_t *)p[1], T, n[0], n[1]))
 OPERATOR(look_up, embed(bf, t, n[7], &task->narrow, (int64_t *)p[0], (float *)p[7]))
 OPERATOR(attend_all, attention(bf, t, &task->attn))
-OPERATOR(dense, linear(bf, t, p[0], p[1], p[2], p[3], T, n[0], n[1], n[2], n[3], n[4]))
+OPERATOR(dense, linear(bf, t, &(Dense){p[0], p[1], p[2], p[3], T, n[0], n[1], n[2], n[3], n[4],
+                                       n[5]}))
 OPERATOR(int4, narrow(bf, t, W4, &task->narrow))
 OPERATOR(int8, narrow(bf, t, W8, &task->narrow))
 OPERATOR(fp8, narrow(bf, t, WF8, &task->narrow))
@@ -1337,7 +1341,7 @@ static double cost(const Task *task) {
     case ROPE: return T * n[9];
     case ARGMAX: return T * n[0] / 16;
     case EMBED: return T * n[1];
-    case LINEAR: return n[0] * n[1] * (1. / 16 + T * (2 - o->bf) / 250);
+    case LINEAR: return n[0] * (1 + n[5]) * n[1] * (1. / 16 + T * (2 - o->bf) / 250);
     case ATTENTION:
       for (long s = 0; s < a->S; s++)
         sum += a->lens[s] * ((a->start[s + 1] - a->start[s]) * a->H / 50. + a->KH * 0.75);

@@ -33,6 +33,7 @@ import ctypes
 import functools
 import hashlib
 import math
+import mmap
 import os
 import pathlib
 import platform
@@ -1409,7 +1410,7 @@ def _operator(kind, pointers, numbers, floats=0):
 
 _run_norm, _run_silu, _run_rope = _operator(0, 4, 5, 1), _operator(1, 2, 2), _operator(2, 6, 13, 2)
 _run_argmax, _run_embed = _operator(3, 2, 2), _operator(4, 8, 8)
-_run_attention, _run_linear = _operator(5, 7, 12, 3), _operator(6, 4, 5)
+_run_attention, _run_linear = _operator(5, 7, 12, 3), _operator(6, 4, 6)
 _RUN_NARROW = {form: _operator(7 + i, 7, 7)
                for i, form in enumerate(("int4", "int8", "fp8", "w8a8"))}
 _BF16 = torch.bfloat16
@@ -1495,16 +1496,17 @@ def pack_linear(weight):
     padded = F.pad(weight.to(_BF16), (0, 0, 0, -N % 32))
     return padded.view(-1, 32, K // 2, 2).transpose(1, 2).contiguous()
 
-def linear_c(x, packed, N, K, bias=None, dtype=None, out=None):
+def linear_c(x, packed, N, K, bias=None, dtype=None, out=None, gated=False):
     """x (T, K) times the weight (N, K) that pack_linear packed, plus bias (N,) -> (T, N).
-    x and bias bf16, out bf16 or, with dtype, fp32; or all three fp32, which costs two products."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    out = empty((len(x), N), dtype or x.dtype) if out is None else out
+    x and bias bf16, out bf16 or, with dtype, fp32; or all three fp32, which costs two products.
+    gated: silu_mul of that, (T, N / 2); N a multiple of 64."""
+    x, columns = x if x.stride(1) == 1 else x.contiguous(), N // 2 if gated else N
+    out = empty((len(x), columns), dtype or x.dtype) if out is None else out
     require(x.shape[1] == K and packed.shape[:2] == (-(-N // 32), K // 2), "linear: x", x, "weight",
             (N, K), "as", packed)
     _run_linear(x.dtype is _BF16, len(x), x.data_ptr(), packed.data_ptr(),
-                _address(bias), out.data_ptr(), N, K, x.stride(0), out.stride(0),
-                out.dtype is _BF16)
+                _address(bias), out.data_ptr(), columns, K, x.stride(0), out.stride(0),
+                out.dtype is _BF16, gated)
     return out
 
 def narrow_form(weight):
@@ -1754,12 +1756,13 @@ class TritonWeight:
 
 def zeros(shape, dtype, device):
     """A tensor of zeros. On a CPU the operating system hands out zeroed pages when they are first
-    touched, so a large cache costs memory only as it fills. Why zeros: masked positions are
-    multiplied by 0, and 0 times what was left there before may be NaN."""
+    touched, so a large cache costs memory only as it fills; pages of 4 KB, not of 2 MB as numpy
+    asks for, of which threads that touch the same one each clear their own. Why zeros: masked
+    positions are multiplied by 0, and 0 times what was left there before may be NaN."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 def resolve_device(name):
     """The torch device that a configuration names, if this machine has it."""
@@ -1834,6 +1837,12 @@ def linear(x, weight, bias=None, dtype=None, out=None):
     else:
         y = F.linear(x, weight, bias)
     return y.to(dtype or x.dtype) if out is None else out.copy_(y)
+
+def gated_linear(x, weight, bias=None):
+    """silu_mul of linear: x (T, K) and a weight (2F, K) -> (T, F). The C member is one operator."""
+    if isinstance(weight, PackedWeight) and weight.shape[0] % 64 == 0:
+        return linear_c(x, weight.panels, *weight.shape, bias, gated=True)
+    return silu_mul(linear(x, weight, bias))
 
 def quantized_linear_ref(x, weight, bias=None):
     """x (T, K) times a QuantizedWeight in fp32 (T, N). A million weights at a time are expanded."""

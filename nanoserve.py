@@ -528,6 +528,12 @@ class Linear:
             kernels.linear(x, weight, bias, out=columns)
         return y
 
+    def gated(self, x):
+        """silu(first half of y) * second half, if possible without storing y."""
+        if len(self.weights) == 1:
+            return kernels.gated_linear(x, self.weights[0], self.bias)
+        return kernels.silu_mul(self(x))
+
 def join_rows(parts):
     """One weight that holds the rows of all, or the parts as they are if their forms differ."""
     narrow = [isinstance(part, kernels.QuantizedWeight) for part in parts]
@@ -727,7 +733,7 @@ class MLP:
         self.down_proj = Linear(model, [prefix + "down_proj"], [E], width, bias)
 
     def __call__(self, x):
-        return self.down_proj(kernels.silu_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj.gated(x))
 
 class Model:
     """The decoder. Built from a checkpoint, run on packed batches.

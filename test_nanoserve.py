@@ -7476,6 +7476,31 @@ def test_linear_and_its_batch_invariance(N, Kd, bias):
 
 
 @needs_c
+@pytest.mark.parametrize("dtype", kernels.C_DTYPES)
+@pytest.mark.parametrize("width,Kd", [(32, 64), (96, 130), (1536, 576)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_linear_is_silu_mul_of_linear_and_batch_invariant(dtype, width, Kd, bias):
+    w, x = torch.randn(2 * width, Kd).to(BF16), torch.randn(300, Kd).to(dtype)
+    b = torch.randn(2 * width).to(dtype) if bias else None
+    weight = kernels.prepare_weight(w, dtype)
+    got = kernels.gated_linear(x, weight, b)
+    y = torch.nn.functional.linear(x.double(), w.double(), b.double() if bias else None)
+    want = torch.nn.functional.silu(y[:, :width]) * y[:, width:]
+    rtol = 2 ** -8 if dtype is BF16 else 1e-4
+    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=rtol * want.abs().max().item() / 10)
+    for T in (1, 3, 8, 64, 200):
+        i = random.randrange(300 - T)
+        assert torch.equal(kernels.gated_linear(x[i:i + T], weight, b), got[i:i + T])
+
+
+@needs_c
+def test_gated_linear_of_odd_widths_takes_two_operators():
+    w, x = torch.randn(2 * 40, 64).to(BF16), torch.randn(5, 64).to(BF16)
+    weight = kernels.prepare_weight(w, BF16)
+    assert torch.equal(kernels.gated_linear(x, weight), kernels.silu_mul(kernels.linear(x, weight)))
+
+
+@needs_c
 def test_c_fetches_ahead_only_what_it_found(tmp_path):
     """Behind the last chunk there is no next one, and what the stack happened to hold in its place was once
     taken for addresses. Here it holds the worst."""
