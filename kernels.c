@@ -604,8 +604,8 @@ INLINE void linear(int bf, Team *t, Dense *a) {
 enum { W4, W8, WF8, W8A8 };  // forms of a weight; W8A8: of 8 bits, and x is rounded to int8 as well
 typedef struct {
   const char *x, *codes, *scales, *mins, *bias; const int64_t *inputs; char *out;
-  long T, N, K, ldx, ldo, bf_out, group, bf_scales;
-  long KP, unit, units, width, step, shared;  // K rounded up to 8; bytes of a ready row, and of all
+  long T, N, K, ldx, ldo, bf_out, group, bf_scales, gated;
+  long KP, unit, units, width, step;  // K rounded up to 8; bytes of a ready row, of a unit in tiles
 } Narrow;
 INLINE long bits_of(int form) { return form == W4 ? 4 : 8; }
 INLINE f32n number(int form, u32n w, int place) {  // the code at this place of every word
@@ -701,8 +701,13 @@ static __attribute__((noinline)) void all_rows(int type, const Narrow *a, const 
 }
 INLINE integers to_integers(f32s v) {  // in the order of the codes
   i32s q = __builtin_convertvector(v, i32s);
+#ifdef __AVX512VNNI__  // two instructions; of the lines below gcc 12 makes sixty
+  const __m128i order = {0x0705060403010200, 0x0f0d0e0c0b090a08};
+  return (integers)_mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)q), order);
+#else
   if (BYTES == 4) q = PICK(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
   return __builtin_convertvector(q, integers);
+#endif
 }
 // The same with tiles: a few rows; and a row of x into tiles, each unit padded to whole steps.
 OUTLINE void scale_rows(int type, const Factors *f, const float *c, long rows, const float *sums_x,
@@ -841,38 +846,64 @@ static void size_up(int bf, int form, Narrow *a) {
   a->width = a->KP * 4 / in_word(narrow_type(bf, form));
   a->step = steps_of(narrow_type(bf, form), a->unit) * A_TILE;
   if (tiled(bf, form)) a->width = a->units * a->step / 16;
-  a->shared = round_up(a->T, 16) * a->width + a->T * (a->units + 1) * 4;
 }
+INLINE long ready_size(const Narrow *a, long rows) {  // with the sums of the units and the scales
+  return round_up(round_up(rows, 16) * a->width + rows * (a->units + 1) * 4, 64);
+}
+// Rows of a block, ready to be multiplied: in tiles or one after the other, then the rest of them.
+typedef struct { char *x; float *sums, *scales; } Ready;
+INLINE Ready ready_at(const Narrow *a, char *x, long rows) {
+  float *sums = (float *)(x + round_up(rows, 16) * a->width);
+  return (Ready){x, sums, sums + rows * a->units};
+}
+INLINE void get_ready(int bf, int form, const Narrow *a, long row, Ready to, long m, float *line) {
+  int type = narrow_type(bf, form), use_tiles = tiled(bf, form);
+  to.scales[m] = ready_row(bf, type, use_tiles, a, a->x + row * a->ldx * size_of(bf), line,
+                           to.x + m * a->width, to.sums + m * a->units);
+  if (use_tiles) units_into_tiles(type, a, line, to.x, m);
+}
+// As in linear_tiles, each of many rows is made ready by the thread that multiplies it, and so are
+// up to 4, by every thread: that is faster than to wait for one another. The others are shared.
 INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
   int type = narrow_type(bf, form), use_tiles = tiled(bf, form);
-  long panels = (a->N + 63) / 64, step = 1 + panels / (8 * omp_get_num_threads());
-  long shares = (panels + step - 1) / step, blocks = (a->T + 127) / 128;
-  // Of this thread: a widened unit, the sums of a block, a row in fp32. Then x: a few rows are made
-  // ready by every thread for itself, which is faster than to wait for one another.
-  long alone = a->T <= 4, fixed = round_up((NC * 128 + 256 * 64 + a->KP + 16) * 4, 64);
-  char *space = room(&own, fixed + alone * a->shared);
-  float *sums = (float *)(space + NC * 128 * 4), *c = sums + 128 * 64, *line = c + 32 * NC;
-  char *x = alone ? space + fixed : (char *)t->shared;
-  long row = a->width;
-  float *sums_x = (float *)(x + round_up(a->T, 16) * row), *scales = sums_x + a->T * a->units;
-  for (long m = alone ? 0 : next(t); m < a->T; m = alone ? m + 1 : next(t)) {
-    scales[m] = ready_row(bf, type, use_tiles, a, a->x + m * a->ldx * size_of(bf), line,
-                          x + m * row, sums_x + m * a->units);
-    if (use_tiles) units_into_tiles(type, a, line, x, m);
-  }
-  if (!alone) barrier(t);
+  long panels = (a->N + 63) / 64, threads = omp_get_num_threads();
+  long many = a->T > 128 * threads, alone = many || a->T <= 4, held = -1;
+  long blocks = round_up((a->T + 127) / 128, many ? threads : 1);
+  long block = alone ? round_up((a->T + blocks - 1) / blocks, 16) : 128;
+  blocks = (a->T + block - 1) / block;
+  long step = many ? panels : 1 + panels / (8 * threads), shares = (panels + step - 1) / step;
+  // Of this thread: a widened unit, sums of a block and of the second half, a row in fp32; rows.
+  long fixed = round_up((NC * 128 + 384 * 64 + a->KP + 16) * 4, 64);
+  char *space = room(&own, fixed + ready_size(a, alone ? block : 0));
+  float *sums = (float *)(space + NC * 128 * 4), *c = sums + 256 * 64, *line = c + 32 * NC;
+  Ready all = alone ? ready_at(a, space + fixed, block) : ready_at(a, (char *)t->shared, a->T);
   unsigned mode = use_tiles ? begin_tiles(a->T) : 0;
+  for (long m; !alone && (m = next(t)) < a->T;) get_ready(bf, form, a, m, all, m, line);
+  if (!alone) barrier(t);
   for (long i; (i = next(t)) < shares * blocks;) {
-    long m0 = i / shares * 128, m1 = least(a->T, m0 + 128), p0 = i % shares * step;
+    long m0 = i / shares * block, m1 = least(a->T, m0 + block), p0 = i % shares * step;
+    for (long m = m0; alone && held != m0 && m < m1; m++)
+      get_ready(bf, form, a, m, all, m - m0, line);
+    held = m0;
+    long first = alone ? 0 : m0;
+    const char *x = all.x + first * a->width;
+    const float *sums_x = all.sums + first * a->units, *scales = all.scales + first;
     for (long p = p0; p < least(panels, p0 + step); p++) {
-      const char *rows = x + m0 * row;
-      const float *sums_m = sums_x + m0 * a->units;
-      if (use_tiles) panel_tiles(form, a, p * 64, rows, line, m1 - m0, sums_m, space, c, sums);
-      else panel_rows(form, type, a, p * 64, rows, m1 - m0, sums_m, space, sums);
-      for (long m = m0; m < m1; m++) for (long j = 0; j < 64 && p * 64 + j < a->N; j += 16) {
-        f32s v = *(f32s *)(sums + (m - m0) * 64 + j) * scales[m];
+      for (int half = 0; half <= a->gated; half++) {
+        long column = (p + half * panels) * 64;
+        float *to = sums + half * 128 * 64;
+        if (use_tiles) panel_tiles(form, a, column, x, line, m1 - m0, sums_x, space, c, to);
+        else panel_rows(form, type, a, column, x, m1 - m0, sums_x, space, to);
+      }
+      for (long m = 0; m < m1 - m0; m++) for (long j = 0; j < 64 && p * 64 + j < a->N; j += 16) {
+        f32s v = *(f32s *)(sums + m * 64 + j) * scales[m];
         if (a->bias) v += get(bf, a->bias, p * 64 + j, a->N);
-        put(a->bf_out, a->out + m * a->ldo * size_of(a->bf_out), p * 64 + j, a->N, v);
+        if (a->gated) {
+          f32s w = *(f32s *)(sums + (128 + m) * 64 + j) * scales[m];
+          if (a->bias) w += get(bf, a->bias, a->N + p * 64 + j, 2 * a->N);
+          v = silu16(v) * w;
+        }
+        put(a->bf_out, a->out + (m0 + m) * a->ldo * size_of(a->bf_out), p * 64 + j, a->N, v);
       }
     }
   }
@@ -1346,7 +1377,7 @@ static double cost(const Task *task) {
       for (long s = 0; s < a->S; s++)
         sum += a->lens[s] * ((a->start[s + 1] - a->start[s]) * a->H / 50. + a->KH * 0.75);
       return sum * a->D;
-    default: return n[0] * n[1] * (bits_of(o->kind - NARROW) / 512. + T / 500);
+    default: return n[0] * (1 + n[7]) * n[1] * (bits_of(o->kind - NARROW) / 512. + T / 500);
   }
 }
 // The structures that two families of operators take. Returns the bytes that threads share.
@@ -1363,10 +1394,10 @@ static size_t prepare(Task *task) {
   }
   if (o->kind < NARROW && o->kind != EMBED) return 0;
   task->narrow = (Narrow){p[0], p[1], p[2], p[3], p[4], (int64_t *)p[5], p[6], o->rows, n[0], n[1],
-                          n[2], n[3], n[4], n[5], n[6]};
+                          n[2], n[3], n[4], n[5], n[6], n[7]};
   if (o->kind == EMBED) { task->narrow.KP = round_up(n[1], 8); return 0; }
   size_up(o->bf, o->kind - NARROW, &task->narrow);
-  return task->narrow.shared;
+  return ready_size(&task->narrow, o->rows);
 }
 // Few items of attention are cut further; their partial results are shared.
 static size_t split(Task *task, int threads) {

@@ -1411,7 +1411,7 @@ def _operator(kind, pointers, numbers, floats=0):
 _run_norm, _run_silu, _run_rope = _operator(0, 4, 5, 1), _operator(1, 2, 2), _operator(2, 6, 13, 2)
 _run_argmax, _run_embed = _operator(3, 2, 2), _operator(4, 8, 8)
 _run_attention, _run_linear = _operator(5, 7, 12, 3), _operator(6, 4, 6)
-_RUN_NARROW = {form: _operator(7 + i, 7, 7)
+_RUN_NARROW = {form: _operator(7 + i, 7, 8)
                for i, form in enumerate(("int4", "int8", "fp8", "w8a8"))}
 _BF16 = torch.bfloat16
 
@@ -1563,16 +1563,19 @@ def unpack_codes(weight, ids):
     return QuantizedWeight(codes, scales, weight.group, bits, mins, weight.inputs,
                            weight.form == "w8a8")
 
-def linear_narrow_c(x, weight, bias=None, dtype=None, out=None):
+def linear_narrow_c(x, weight, bias=None, dtype=None, out=None, gated=False):
     """x (T, K) times a NarrowWeight, plus bias (N,) -> (T, N) in dtype (default: x's). x and bias
-    both fp32 or both bf16. Sums are fp32; x is rounded only if the weight asks for it."""
+    both fp32 or both bf16. Sums are fp32; x is rounded only if the weight asks for it. gated:
+    silu_mul of that, (T, N / 2); N a multiple of 128."""
     x, (N, K) = x if x.stride(1) == 1 else x.contiguous(), weight.shape
     require(x.shape[1] == K and x.dtype in C_DTYPES, "linear: x", x, "weight", (N, K))
-    out = empty((len(x), N), dtype or x.dtype) if out is None else out
+    columns = N // 2 if gated else N
+    out = empty((len(x), columns), dtype or x.dtype) if out is None else out
     _RUN_NARROW[weight.form](
         x.dtype is _BF16, len(x), x.data_ptr(), weight.words.data_ptr(), weight.scales.data_ptr(),
-        _address(weight.mins), _address(bias), _address(weight.inputs), out.data_ptr(), N, K,
-        x.stride(0), out.stride(0), out.dtype is _BF16, weight.group, weight.scales.dtype is _BF16)
+        _address(weight.mins), _address(bias), _address(weight.inputs), out.data_ptr(), columns,
+        K, x.stride(0), out.stride(0), out.dtype is _BF16, weight.group,
+        weight.scales.dtype is _BF16, gated)
     return out
 
 def embed_c(ids, weight, dtype):
@@ -1842,6 +1845,8 @@ def gated_linear(x, weight, bias=None):
     """silu_mul of linear: x (T, K) and a weight (2F, K) -> (T, F). The C member is one operator."""
     if isinstance(weight, PackedWeight) and weight.shape[0] % 64 == 0:
         return linear_c(x, weight.panels, *weight.shape, bias, gated=True)
+    if isinstance(weight, NarrowWeight) and weight.shape[0] % 128 == 0:
+        return linear_narrow_c(x, weight, bias, gated=True)
     return silu_mul(linear(x, weight, bias))
 
 def quantized_linear_ref(x, weight, bias=None):

@@ -7494,10 +7494,30 @@ def test_gated_linear_is_silu_mul_of_linear_and_batch_invariant(dtype, width, Kd
 
 
 @needs_c
+@pytest.mark.parametrize("dtype", kernels.C_DTYPES)
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8", "w8a8"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_linear_with_narrow_weights(dtype, form, bias):
+    w, x = torch.randn(2 * 192, 160), torch.randn(300, 160).to(dtype)
+    b = torch.randn(2 * 192).to(dtype) if bias else None
+    narrow = {"int8": kernels.quantize_int8, "int4": kernels.quantize_int4, "fp8": kernels.quantize_fp8,
+              "w8a8": lambda w: dataclasses.replace(kernels.quantize_int8(w), int8_inputs=True)}[form]
+    weight = kernels.prepare_weight(narrow(w), dtype)
+    got = kernels.gated_linear(x, weight, b)
+    want = kernels.silu_mul_ref(kernels.linear(x, weight, b, dtype=torch.float32))
+    rtol = 2 ** -8 if dtype is BF16 else 1e-5
+    torch.testing.assert_close(got.float(), want, rtol=rtol, atol=rtol)
+    for T in (1, 3, 8, 64, 200, 280):
+        i = random.randrange(300 - T)
+        assert torch.equal(kernels.gated_linear(x[i:i + T], weight, b), got[i:i + T])
+
+
+@needs_c
 def test_gated_linear_of_odd_widths_takes_two_operators():
-    w, x = torch.randn(2 * 40, 64).to(BF16), torch.randn(5, 64).to(BF16)
-    weight = kernels.prepare_weight(w, BF16)
-    assert torch.equal(kernels.gated_linear(x, weight), kernels.silu_mul(kernels.linear(x, weight)))
+    x = torch.randn(5, 64).to(BF16)
+    for weight in (torch.randn(2 * 40, 64).to(BF16), kernels.quantize_int8(torch.randn(2 * 40, 64))):
+        weight = kernels.prepare_weight(weight, BF16)
+        assert torch.equal(kernels.gated_linear(x, weight), kernels.silu_mul(kernels.linear(x, weight)))
 
 
 @needs_c
