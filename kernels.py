@@ -1764,7 +1764,7 @@ def zeros(shape, dtype, device):
     positions are multiplied by 0, and 0 times what was left there before may be NaN."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 def resolve_device(name):
