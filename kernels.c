@@ -856,7 +856,7 @@ INLINE Ready ready_at(const Narrow *a, char *x, long rows) {
   float *sums = (float *)(x + round_up(rows, 16) * a->width);
   return (Ready){x, sums, sums + rows * a->units};
 }
-INLINE void get_ready(int bf, int form, const Narrow *a, long row, Ready to, long m, float *line) {
+OUTLINE void get_ready(int bf, int form, const Narrow *a, long row, Ready to, long m, float *line) {
   int type = narrow_type(bf, form), use_tiles = tiled(bf, form);
   to.scales[m] = ready_row(bf, type, use_tiles, a, a->x + row * a->ldx * size_of(bf), line,
                            to.x + m * a->width, to.sums + m * a->units);
