@@ -178,7 +178,7 @@ INLINE f32s power_of_2(int brief, f32s y) {  // y < 127.5
                        + r * (0.00967169832f + r * 0.00132186722f))));
   return p * (f32s)((u32s)bits << 23);
 }
-INLINE f32s power16(f32s x, float c) { return power_of_2(0, smaller(splat(127.f), x * c)); }
+INLINE f32s power16(f32s y) { return power_of_2(0, smaller(splat(127.f), y)); }
 static const float LOG2E = 1.44269504f;  // e^x = 2^(x log2 e)
 // ---- the team -----------------------------------------------------------------------------------
 // All threads run one operator; each takes the next ticket until none is left. A thread that wakes
@@ -236,7 +236,7 @@ INLINE void rms_norm(int bf, Team *t, const char *x, const char *w, char *residu
     }
   }
 }
-INLINE f32s silu16(f32s x) { return x / (1.f + power16(-x, LOG2E)); }
+INLINE f32s silu16(f32s x) { return x / (1.f + power16(-x * LOG2E)); }
 INLINE void silu_mul(int bf, Team *t, const char *x, char *out, long T, long F, long ldx) {
   long z = size_of(bf);
   EACH_ROW(m, T, F) for (long i = 0; i < F; i += 16) {
@@ -483,8 +483,8 @@ INLINE void row_to_tiles(int parts, const char *x, long K, char *tiles, long wid
 // low, and multiplied twice: 16 bits of x count, and at few rows, where reading w takes the time,
 // it costs nothing. Threads share the panels. Rows go in blocks of 192: a block of x stays in the
 // second-level cache while the panels pass by.
-// `gated`: w has two halves of N rows, and out = silu(x @ first^T) * (x @ second^T). What a prompt
-// would write, and read again to multiply it, is more than what it reads here.
+// `gated`: w has two halves of N rows, and out = silu(x @ first^T) * (x @ second^T). The products
+// of a prompt would be more to write, and to read again, than all that is read here.
 typedef struct {
   const char *x, *w, *bias; char *out; long T, N, K, ldx, ldo, bf_out, gated;
   long steps, width; char *in, *last; float *sums[2];  // rows in tiles, last step, two results
@@ -493,20 +493,20 @@ INLINE long panels_of(long N) { return (N + NC - 1) / NC; }
 INLINE const char *panel_at(const Dense *a, long p, int second) {
   return a->w + (p + second * panels_of(a->N)) * a->K * NC * 2;
 }
+// The end of every linear layer: 16 columns of a row, and if it is gated those of the second half.
+INLINE void put_columns(int bf, int bf_out, int gated, f32s v, f32s second, const char *bias,
+                        char *out, long column, long N) {
+  if (bias) v += get(bf, bias, column, N);
+  if (gated && bias) second += get(bf, bias, N + column, 2 * N);
+  if (gated) v = silu16(v) * second;
+  put(bf_out, out, column, N, v);
+}
 // One row of a panel's columns, 32 sums, and those of the second half.
 INLINE void linear_row(int bf, const Dense *a, const f32s *c, const f32s *second, long m, long p) {
   char *out = a->out + m * a->ldo * size_of(a->bf_out);
-  for (int j = 0; j < 2 && p * NC + 16 * j < a->N; j++) {
-    long column = p * NC + 16 * j;
-    f32s v = c[j];
-    if (a->bias) v += get(bf, a->bias, column, a->N);
-    if (a->gated) {
-      f32s w = second[j];
-      if (a->bias) w += get(bf, a->bias, a->N + column, 2 * a->N);
-      v = silu16(v) * w;
-    }
-    put(a->bf_out, out, column, a->N, v);
-  }
+  for (int j = 0; j < 2 && p * NC + 16 * j < a->N; j++)
+    put_columns(bf, a->bf_out, a->gated, c[j], a->gated ? second[j] : c[j], a->bias, out,
+                p * NC + 16 * j, a->N);
 }
 INLINE void linear_rows(int R, int bf, const Dense *a, const char *low, long m, long p) {
   f32n c[2][ROWS][PARTS], d[ROWS][PARTS];
@@ -542,12 +542,16 @@ INLINE void dense_rows(int bf, const Dense *a, long m0, long m1, long p0, long p
       linear_row(bf, a, (const f32s *)c, (const f32s *)(c + half_sums), r, p);
   }
 }
+// Are there so many rows that every thread gets some to itself? And how many a block has, if it may
+// have up to `limit` and each thread is to have as many blocks.
+INLINE int many_rows(long T) { return T > 128 * omp_get_num_threads(); }
+INLINE long block_rows(long T, long limit, long unit) {
+  long blocks = round_up((T + limit - 1) / limit, many_rows(T) ? omp_get_num_threads() : 1);
+  return round_up((T + blocks - 1) / blocks, unit);
+}
 INLINE void linear_tiles(int bf, Team *t, Dense *a) {
-  long threads = omp_get_num_threads(), panels = panels_of(a->N);
-  long blocks = (a->T + 255) / 256, own_rows = a->T > 128 * threads;
-  if (own_rows) blocks = round_up(blocks, threads);
-  long rows = round_up((a->T + blocks - 1) / blocks, PAIR_ROWS);
-  blocks = (a->T + rows - 1) / rows;
+  long threads = omp_get_num_threads(), panels = panels_of(a->N), own_rows = many_rows(a->T);
+  long rows = block_rows(a->T, 256, PAIR_ROWS), blocks = (a->T + rows - 1) / rows;
   long step = own_rows ? panels : 1 + panels / (8 * threads);
   step = most(1, least(step, (1 << 19) / (a->K * NC * 2 * (1 + a->gated))));
   long groups = (panels + step - 1) / step, each = own_rows ? groups : 1, held = -1;
@@ -867,10 +871,8 @@ OUTLINE void get_ready(int bf, int form, const Narrow *a, long row, Ready to, lo
 INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
   int type = narrow_type(bf, form), use_tiles = tiled(bf, form);
   long panels = (a->N + 63) / 64, threads = omp_get_num_threads();
-  long many = a->T > 128 * threads, alone = many || a->T <= 4, held = -1;
-  long blocks = round_up((a->T + 127) / 128, many ? threads : 1);
-  long block = alone ? round_up((a->T + blocks - 1) / blocks, 16) : 128;
-  blocks = (a->T + block - 1) / block;
+  long many = many_rows(a->T), alone = many || a->T <= 4, held = -1;
+  long block = block_rows(a->T, 128, 16), blocks = (a->T + block - 1) / block;
   long step = many ? panels : 1 + panels / (8 * threads), shares = (panels + step - 1) / step;
   // Of this thread: a widened unit, sums of a block and of the second half, a row in fp32; rows.
   long fixed = round_up((NC * 128 + 384 * 64 + a->KP + 16) * 4, 64);
@@ -896,14 +898,10 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
         else panel_rows(form, type, a, column, x, m1 - m0, sums_x, space, to);
       }
       for (long m = 0; m < m1 - m0; m++) for (long j = 0; j < 64 && p * 64 + j < a->N; j += 16) {
-        f32s v = *(f32s *)(sums + m * 64 + j) * scales[m];
-        if (a->bias) v += get(bf, a->bias, p * 64 + j, a->N);
-        if (a->gated) {
-          f32s w = *(f32s *)(sums + (128 + m) * 64 + j) * scales[m];
-          if (a->bias) w += get(bf, a->bias, a->N + p * 64 + j, 2 * a->N);
-          v = silu16(v) * w;
-        }
-        put(a->bf_out, a->out + (m0 + m) * a->ldo * size_of(a->bf_out), p * 64 + j, a->N, v);
+        f32s v = *(f32s *)(sums + m * 64 + j) * scales[m], w = v;
+        if (a->gated) w = *(f32s *)(sums + (128 + m) * 64 + j) * scales[m];
+        put_columns(bf, a->bf_out, a->gated, v, w, a->bias,
+                    a->out + (m0 + m) * a->ldo * size_of(a->bf_out), p * 64 + j, a->N);
       }
     }
   }
@@ -1048,7 +1046,7 @@ OUTLINE void pack_any(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys
 // One row of state is m, l and o[DP]. Not inlined: every merge must round alike.
 OUTLINE void merge(float *to, float m1, float l1, const float *o1, long DP) {
   float m = to[0] > m1 ? to[0] : m1;
-  f32s both = power16((f32s){to[0] - m, m1 - m}, 1), old = splat(both[0]), new = splat(both[1]);
+  f32s both = power16((f32s){to[0] - m, m1 - m}), old = splat(both[0]), new = splat(both[1]);
   for (long i = 0; i < DP; i += 16)
     *(f32s *)(to + 2 + i) = *(f32s *)(to + 2 + i) * old + *(const f32s *)(o1 + i) * new;
   to[0] = m;
@@ -1069,7 +1067,7 @@ OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n,
   if (a->c.scales) for (long i = 0; i < n / 16; i++) x[i] *= k_scale[i];
   if (cap > 0) {  // cap tanh(x / cap)
     for (long i = 0; i < n / 16; i++)
-      x[i] = cap * LOG2E * (1.f - 2.f / (power16(x[i], a->scale * 2 / cap * LOG2E) + 1.f));
+      x[i] = cap * LOG2E * (1.f - 2.f / (power16(x[i] * (a->scale * 2 / cap * LOG2E)) + 1.f));
     scale = 1;
   }
   for (long t = 0; t < least(from, n); t++) s[t] = NEVER;
@@ -1146,7 +1144,8 @@ INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, con
 // decode step than in a prompt. q is in tiles.
 OUTLINE void attend_tiles(const Attn *a, const Chunk *c, const char *q, long rows, long n,
                           const int *from, const int *to, float *state) {
-  float s[PAIR_ROWS * most(CHUNK, a->DP)] LINES, *o = s, m[PAIR_ROWS], l[PAIR_ROWS];
+  float s[PAIR_ROWS * most(CHUNK, a->DP)] LINES, *o = s;  // o takes the place of the scores
+  float m[PAIR_ROWS], l[PAIR_ROWS];
   char p[PAIR_ROWS * CHUNK * 2] LINES;
   for (long t = 0; t < n; t += NC)
     pair_steps(1, rows > 16, q, 32 * a->DP, c->keys + t * a->DP * 2, a->DP / 32, 0, s + t, CHUNK);
