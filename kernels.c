@@ -37,6 +37,7 @@ typedef float f32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t u32s __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t u16s __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint16_t halves __attribute__((vector_size(64), aligned(2), may_alias));
 typedef uint8_t u8s __attribute__((vector_size(16), aligned(1), may_alias));
 typedef float f32n __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t i32n __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -112,6 +113,13 @@ INLINE u32s load_halves(const char *p) {  // 16 numbers of 2 bytes
 INLINE f32s load16(int bf, const char *p) {
   if (bf == FP32) return *(const f32s *)p;
   return (f32s)(load_halves(p) << 16);
+}
+INLINE f32s load_bytes(int kv, const char *p) {  // 16 numbers of one byte
+#ifdef __AVX512F__
+  if (kv == INT8)
+    return (f32s)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+#endif
+  return from_byte(kv, __builtin_convertvector(*(const u8s *)p, u32s));
 }
 INLINE void store16(int kv, char *p, f32s x) {
   if (kv == FP32) { *(f32s *)p = x; return; }
@@ -401,13 +409,15 @@ static int tiles;  // may this process use them?
 __attribute__((constructor)) static void ask_for_tiles(void) {  // Linux keeps 8 KB more per thread
   tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 }
-// Few rows are multiplied faster. Tiles know no numbers below 2^-126: until `end_tiles`, which
-// takes the mode that this returns, other arithmetic does not either.
-static unsigned begin_tiles(long rows) {
+// Tiles 0 to 3 are sums, 6 is a left factor. With few rows it is multiplied faster, and they have
+// as many rows; with `cache`, 0 and 1 have 16 nevertheless. Tiles know no numbers below 2^-126:
+// until `end_tiles`, which takes the mode that this returns, other arithmetic does not either.
+static unsigned begin_tiles(long rows, int cache) {
   struct { uint8_t palette, zeros[15]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {1};
   for (int i = 0; i < 8; i++) {
     shape.bytes[i] = 64;
-    shape.rows[i] = i == 4 || i == 5 || i == 7 ? 16 : least(rows, 16);
+    int all = i == 4 || i == 5 || i == 7 || (cache && i < 2);
+    shape.rows[i] = all ? 16 : least(rows, 16);
   }
   __asm__ volatile("" ::: "memory");  // the intrinsics do not say what memory they read
   _tile_loadconfig(&shape);
@@ -422,8 +432,8 @@ OUTLINE void pair_steps(int parts, int pair, const char *x, long next, const cha
   _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
   for (long i = 0; i < steps; i++, panel += 64 * NC) {
     if (i == steps - 1 && last) panel = last;
-    _tile_loadd(4, panel, 4 * NC);
-    _tile_loadd(5, panel + 64, 4 * NC);
+    _tile_stream_loadd(4, panel, 4 * NC);  // so that x stays in the first-level cache
+    _tile_stream_loadd(5, panel + 64, 4 * NC);
     for (int part = 0; part < parts; part++, x += A_TILE) {
       _tile_loadd(6, x, 64);
       _tile_dpbf16ps(0, 6, 4); _tile_dpbf16ps(1, 6, 5);
@@ -452,14 +462,42 @@ OUTLINE void wide_steps(int type, const char *x, const char *panel, long steps, 
   _tile_stored(0, c, 256); _tile_stored(1, c + 16, 256);
   _tile_stored(2, c + 32, 256); _tile_stored(3, c + 48, 256);
 }
+// For attention. `rows`: two times 16 rows of the cache, `apart` bytes apart. They are the left
+// factor, c[2][16][16] = each times y, or the right one, c[steps][16][16] = the tile at x times
+// the first 16 plus the tile at x + next times the others, for 64 bytes of each row at a step.
+INLINE void left_rows(const char *rows[2], const long apart[2], const char *y, long steps,
+                      float *c) {
+  _tile_zero(0); _tile_zero(1);
+  for (long i = 0; i < steps; i++) {
+    _tile_loadd(5, y + A_TILE * i, 64);
+    _tile_loadd(4, rows[0] + 64 * i, apart[0]); _tile_dpbf16ps(0, 4, 5);
+    _tile_loadd(7, rows[1] + 64 * i, apart[1]); _tile_dpbf16ps(1, 7, 5);
+  }
+  _tile_stored(0, c, 64); _tile_stored(1, c + 256, 64);
+}
+INLINE void right_rows(const char *rows[2], const long apart[2], const char *x, long next,
+                       long steps, float *c) {
+  for (long i = 0; i < steps; i++) {
+    _tile_zero(2);
+    _tile_loadd(6, x, 64);
+    _tile_loadd(4, rows[0] + 64 * i, apart[0]); _tile_dpbf16ps(2, 6, 4);
+    _tile_loadd(6, x + next, 64);
+    _tile_loadd(7, rows[1] + 64 * i, apart[1]); _tile_dpbf16ps(2, 6, 7);
+    _tile_stored(2, c + 256 * i, 64);
+  }
+}
 #else
 enum { tiles = 0 };
-static unsigned begin_tiles(long rows) { return 0; }
+static unsigned begin_tiles(long rows, int cache) { return 0; }
 static void end_tiles(unsigned mode) {}
 INLINE void pair_steps(int parts, int pair, const char *x, long next, const char *panel,
                        long steps, const char *last, float *c, long ldc) {}
 INLINE void wide_steps(int type, const char *x, const char *panel, long steps, const char *last,
                        float *c) {}
+INLINE void left_rows(const char *rows[2], const long apart[2], const char *y, long steps,
+                      float *c) {}
+INLINE void right_rows(const char *rows[2], const long apart[2], const char *x, long next,
+                       long steps, float *c) {}
 #endif
 // Where byte `at` of row m goes, when all tiles of a row have `width` bytes of it.
 INLINE char *in_tiles(char *x, long width, int parts, long m, long at) {
@@ -561,7 +599,7 @@ INLINE void linear_tiles(int bf, Team *t, Dense *a) {
   a->sums[0] = (float *)(a->last + 64 * NC);
   a->sums[1] = a->sums[0] + 2 * PAIR_ROWS * NC;
   a->in = (char *)(a->sums[1] + 2 * PAIR_ROWS * NC);
-  unsigned mode = begin_tiles(a->T);
+  unsigned mode = begin_tiles(a->T, 0);
   memset(a->last, 0, 64 * NC);
   for (long i; (i = next(t) * each) < blocks * groups;) {
     long m0 = i / groups * rows, m1 = least(a->T, m0 + rows);
@@ -879,7 +917,7 @@ INLINE void narrow(int bf, Team *t, int form, const Narrow *a) {
   char *space = room(&own, fixed + ready_size(a, alone ? block : 0));
   float *sums = (float *)(space + NC * 128 * 4), *c = sums + 256 * 64, *line = c + 32 * NC;
   Ready all = alone ? ready_at(a, space + fixed, block) : ready_at(a, (char *)t->shared, a->T);
-  unsigned mode = use_tiles ? begin_tiles(a->T) : 0;
+  unsigned mode = use_tiles ? begin_tiles(a->T, 0) : 0;
   for (long m; !alone && (m = next(t)) < a->T;) get_ready(bf, form, a, m, all, m, line);
   if (!alone) barrier(t);
   for (long i; (i = next(t)) < shares * blocks;) {
@@ -1003,8 +1041,8 @@ INLINE u32s widen(int kv, int bf, u32s w, int j) {
   if (kv == bf) return w;
   return bf ? pairs(widen32(kv, w, 2 * j), widen32(kv, w, 2 * j + 1)) : widen32(kv, w, j);
 }
-// Values: 32 coordinates of one position, or of two in bf16: the even coordinates, then the odd
-// ones, which needs no shuffle. `finish` puts them back in order. Only fp32 lies in order at once.
+// Values: 32 coordinates of one position, or in bf16 of two that are 16 apart: the even ones, then
+// the odd ones, which needs no shuffle. `finish` puts them back in order. Only fp32 lies in order.
 INLINE u32s value_row(int kv, const char *row, long d, long D) {  // 16 words that widen32 takes
   long bytes = (D - d) * size_of(kv);
   row += d * size_of(kv);
@@ -1013,8 +1051,9 @@ INLINE u32s value_row(int kv, const char *row, long d, long D) {  // 16 words th
   if (bytes < 32) { part = last_words(row, bytes); row = (const char *)&part; }
   return load_halves(row);
 }
-INLINE void value_words(int kv, int bf, const Rows *now, long t, long d, long D, u32s w[2]) {
-  const char *row = now->v[t] + now->at, *next = now->v[t + 1] + now->at;
+INLINE void value_words(int kv, int bf, const Rows *now, long i, long d, long D, u32s w[2]) {
+  long t = bf ? i / 16 * 32 + i % 16 : i;
+  const char *row = now->v[t] + now->at, *next = now->v[t + 16] + now->at;
   u32s x = value_row(kv, row, d, D), y = bf ? value_row(kv, next, d, D) : x;
   for (int j = 0; j < 2; j++) {
     if (kv == FP32) w[j] = j ? value_row(kv, row, d + 16, D) : x;
@@ -1032,9 +1071,9 @@ INLINE void pack(int kv, int bf, Rows *now, Rows *ahead, long D, char *keys, cha
     for (int i = 0; i < 16 && (kv == bf || d + i * 4 / y < DP); i++)
       for (int j = 0; j < z / y; j++, to += NC * 4) *(u32s *)to = widen(kv, bf, w[i], j);
   }
-  for (long d = 0; d < D; d += NC) for (long t = 0; t < now->n; t += bf ? 2 : 1) {
-    value_words(kv, bf, now, t, d, D, (u32s *)(values + (d * CHUNK + t * NC) * z));
-    if (t % 16 == 0) fetch(ahead);
+  for (long d = 0; d < D; d += NC) for (long i = 0; i < now->n * z / 4; i++) {
+    value_words(kv, bf, now, i, d, D, (u32s *)(values + d * CHUNK * z + i * NC * 4));
+    if (i % (4 * z) == 0) fetch(ahead);  // 16 positions
   }
 }
 #define PACK(kv) case kv: \
@@ -1080,6 +1119,11 @@ OUTLINE float softmax(int bf, const Attn *a, const Rows *rows, float *s, long n,
     sum += e + f;
     if (a->c.scales) { e *= v_scale[i]; f *= v_scale[i + 1]; }
     store32(bf, p, e, f);
+    if (bf) {  // words of two, as values have them
+      halves w = *(halves *)p;
+      *(halves *)p = PICK(w, w, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9,
+                          25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
   }
   return lanes_sum(sum);
 }
@@ -1113,13 +1157,13 @@ INLINE void weigh_direct(int R, int bf, Rows *now, Rows *ahead, const char *p, l
                          float *o) {
   for (long d = 0; d < DP; d += 2 * NC) {
     f32n c[ROWS][2 * PARTS] = {};
-    for (long t = 0; t < now->n; t += bf ? 2 : 1) {
+    for (long i = 0; i < now->n * size_of(bf) / 4; i++) {
       u32s w[4];
-      value_words(bf, bf, now, t, d, D, w);
-      value_words(bf, bf, now, t, d + NC, D, w + 2);
+      value_words(bf, bf, now, i, d, D, w);
+      value_words(bf, bf, now, i, d + NC, D, w + 2);
       for (int r = 0; r < R; r++) for (int j = 0; j < 2 * PARTS; j++)
-        c[r][j] = multiply_add(bf, c[r][j], ((u32n *)w)[j], p + (r * CHUNK + t) * size_of(bf));
-      if (t % 16 == 0) fetch(ahead);
+        c[r][j] = multiply_add(bf, c[r][j], ((u32n *)w)[j], p + r * CHUNK * size_of(bf) + 4 * i);
+      if (i % (4 * size_of(bf)) == 0) fetch(ahead);  // 16 positions
     }
     for (int r = 0; r < R; r++) memcpy(o + r * DP + d, c[r], least(DP - d, 2 * NC) * 4);
   }
@@ -1175,7 +1219,8 @@ INLINE long first_seen(const Attn *a, long p) { return a->window ? most(0, p - a
 static long plan(const Attn *a, Item *w, float *part) {
   long count = 0, tokens = most(1, 256 / a->G);
   for (long s = 0; s < a->S; s++) {
-    long L = a->start[s + 1] - a->start[s], heads = L * a->H <= 128 ? a->KH : 1;
+    long L = a->start[s + 1] - a->start[s];
+    long heads = L * a->H <= 128 && a->KH * a->DP <= 4096 ? a->KH : 1;  // see attend_few's memory
     for (long r0 = 0; r0 < L; r0 += tokens) {
       long r1 = least(L, r0 + tokens), end = row_pos(a, s, r1 - 1) + 1;
       long c0 = first_seen(a, row_pos(a, s, r0)) / CHUNK;
@@ -1236,7 +1281,19 @@ INLINE void choose_head(const Attn *a, long h, Rows *r) {  // of those of the it
   }
 }
 INLINE int direct(int bf, const Attn *a, const Item *w) {
-  return !(bf && tiles) && a->c.kv == bf && (w->r1 - w->r0) * a->G <= ROWS;
+  return ((bf && tiles) || a->c.kv == bf) && (w->r1 - w->r0) * a->G <= ROWS;
+}
+// Rows i.. of an item see from[r]..to[r]-1 of the n positions of chunk c. The last end of all.
+INLINE long see(const Attn *a, const Item *w, long c, long i, long rows, long n, int *from,
+                int *to) {
+  long last = 0;
+  for (long r = 0; r < rows; r++) {
+    long pos = row_pos(a, w->s, w->r0 + (i + r) / a->G);
+    from[r] = least(CHUNK, most(0, first_seen(a, pos) - c * CHUNK));
+    to[r] = least(n, pos + 1 - c * CHUNK);
+    last = most(last, to[r]);
+  }
+  return last;
 }
 // All query rows of one head of an item against one chunk, some at a time.
 INLINE void run_chunk(int bf, const Attn *a, const Item *w, long c, const Chunk *ch,
@@ -1244,13 +1301,8 @@ INLINE void run_chunk(int bf, const Attn *a, const Item *w, long c, const Chunk 
   long R = (w->r1 - w->r0) * a->G, n = ch->now->n, use_tiles = bf && tiles;
   long step = use_tiles ? PAIR_ROWS : ROWS;
   for (long i = 0; i < R; i += step) {
-    int from[PAIR_ROWS] = {0}, to[PAIR_ROWS] = {0}, last = 0;
-    for (long r = 0; r < least(step, R - i); r++) {
-      long pos = row_pos(a, w->s, w->r0 + (i + r) / a->G);
-      from[r] = least(CHUNK, most(0, first_seen(a, pos) - c * CHUNK));
-      to[r] = least(n, pos + 1 - c * CHUNK);
-      last = most(last, to[r]);
-    }
+    int from[PAIR_ROWS] = {0}, to[PAIR_ROWS] = {0};
+    long last = see(a, w, c, i, least(step, R - i), n, from, to);
     const char *qi = q + i * a->DP * size_of(bf);
     float *st = state + i * (a->DP + 2);
     if (use_tiles) {
@@ -1260,20 +1312,111 @@ INLINE void run_chunk(int bf, const Attn *a, const Item *w, long c, const Chunk 
       attend(ROWS, bf, 0, a, ch, qi, least(ROWS, R - i), round_up(last, NC), from, to, st);
   }
 }
+// Up to 8 rows of a head, a decode step, take the cache as it lies if there are tiles. 16 keys are
+// a left factor: S^T = K Q^T. 16 values are a right factor, over whose rows a product sums, but the
+// two numbers of their words are two coordinates, not two positions. So the weights of a row are
+// there twice, as words (w, 0), which sum the even coordinates, and (0, w) for the odd ones. The
+// sums run in the order of a prompt, which pairs positions 16 apart: 32 positions at a time.
+// Rows that are not 16 of bf16 in one block are copied: a last block, a narrower format.
+typedef struct { const char *at[2]; long apart[2], head[2]; } Lines;  // two times 16 rows
+INLINE void copy_lines(int kv, const Attn *a, long heads, const char *const *rows, char *to) {
+  long head = a->c.head * size_of(kv);
+  for (int i = 0; i < 16; i++) for (long h = 0; h < heads; h++) {
+    const char *from = rows[i] + h * head;
+    for (long d = 0; d < a->DP; d += 32, to += 64, from += 32 * size_of(kv)) {
+      u32s part;
+      if (kv == BF16 || a->D - d < 32) part = words(from, (a->D - d) * size_of(kv));
+      if (kv == BF16) { *(u32s *)to = part; continue; }
+      const char *x = a->D - d < 32 ? (const char *)&part : from;
+      store32(BF16, to, load_bytes(kv, x), load_bytes(kv, x + 16));
+    }
+  }
+}
+#define COPY(kv) case kv: copy_lines(kv, a, heads, rows, copy[i]); break;
+OUTLINE Lines find_lines(const Attn *a, long heads, const char *const *rows,
+                         char (*copy)[heads * a->DP * 32]) {
+  long apart = a->c.token * 2, whole = a->c.kv == BF16 && a->c.BS % 16 == 0 && a->D % 32 == 0;
+  Lines l;
+  for (int i = 0; i < 2; i++, rows += 16) {
+    int lies = whole && rows[15] == rows[0] + 15 * apart;  // all 16 are seen
+    if (!lies) switch (a->c.kv) { COPY(BF16) COPY(INT8) COPY(E4M3) COPY(E5M2) }
+    l.at[i] = lies ? rows[0] : copy[i];
+    l.apart[i] = lies ? apart : heads * a->DP * 2;
+    l.head[i] = lies ? a->c.head * 2 : a->DP * 2;
+  }
+  __asm__ volatile("" ::: "memory");
+  return l;
+}
+// Asks for rows i..end-1 of what is read in this order: n keys, n values, the next chunk's keys.
+INLINE void fetch_rows(const Rows *now, const Rows *ahead, long n, long i, long end) {
+  for (; i < least(end, 2 * n + ahead->n); i++) {
+    const char *row = i < n ? now->k[i] : i < 2 * n ? now->v[i - n] : ahead->k[i - 2 * n];
+    for (long b = 0; b < now->bytes; b += 64) __builtin_prefetch(row + b);
+  }
+}
+OUTLINE void attend_few(const Attn *a, const Item *w, long c, Rows *now, Rows *ahead,
+                        const char *q, float *state) {
+  long R = (w->r1 - w->r0) * a->G, heads = w->heads, rows = heads * R, DP = a->DP;
+  int from[ROWS], to[ROWS];
+  long n = round_up(see(a, w, c, 0, R, now->n, from, to), NC);
+  if (n == 0) return;
+  float s[rows][CHUNK] LINES, o[rows][DP] LINES, sums[heads][most(32, DP / 2)][16] LINES;
+  float m[rows], l[rows];
+  char p[heads][CHUNK / 16][2 * R][64] LINES, copy[2][heads * DP * 32] LINES;
+  for (long t = 0; t < n; t += 32) {
+    Lines k = find_lines(a, heads, now->k + t, copy);
+    for (long h = 0; h < heads; h++) {
+      const char *at[2] = {k.at[0] + h * k.head[0], k.at[1] + h * k.head[1]};
+      fetch_rows(now, ahead, n, t + 32 + 32 * h / heads, t + 32 + 32 * (h + 1) / heads);
+      left_rows(at, k.apart, q + h * 32 * DP, DP / 32, sums[h][0]);
+    }
+    for (long h = 0; h < heads; h++) for (long r = 0; r < R; r++) for (int i = 0; i < 32; i++)
+      s[h * R + r][t + i] = sums[h][i][r];
+  }
+  for (long h = 0; h < heads; h++) for (long r = 0; r < R; r++) {
+    u32s pairs[CHUNK / 32];
+    if (r == 0) choose_head(a, h, now);
+    l[h * R + r] = softmax(BF16, a, now, s[h * R + r], n, from[r], to[r], m + h * R + r,
+                           (char *)pairs, 64);
+    for (long i = 0; i < n / 16; i++) {
+      u32s x = pairs[i / 2] << (i % 2 ? 0 : 16) >> 16;
+      *(u32s *)p[h][i][r] = x;
+      *(u32s *)p[h][i][R + r] = x << 16;
+    }
+  }
+  for (long t = 0; t < n; t += 32) {
+    Lines v = find_lines(a, heads, now->v + t, copy);
+    for (long h = 0; h < heads; h++) {
+      const char *at[2] = {v.at[0] + h * v.head[0], v.at[1] + h * v.head[1]};
+      fetch_rows(now, ahead, n, n + t + 32 + 32 * h / heads, n + t + 32 + 32 * (h + 1) / heads);
+      right_rows(at, v.apart, p[h][t / 16][0], 128 * R, DP / 32, sums[h][0]);
+    }
+    for (long r = 0; r < rows; r++) for (long d = 0; d < DP; d += 16) {
+      f32s *to = (f32s *)(o[r] + d), x = *(f32s *)sums[r / R][d / 32 * 16 + d / 16 % 2 * R + r % R];
+      if (t) *to += x; else *to = x;
+    }
+  }
+  for (long r = 0; r < rows; r++) merge(state + r * (DP + 2), m[r], l[r], o[r], DP);
+}
 // `after` is the item that comes next, or 0. rows[*turn] are those of the first chunk, and will be
 // those of the next item's.
 INLINE void run_item(int bf, const Attn *a, const Item *w, const Item *after, char *space,
                      float *state, const char *zeros, Rows *rows, long *turn) {
   long DP = a->DP, z = size_of(bf), n = rows_of(a, w), R = n / w->heads;
   long use_tiles = bf && tiles, RP = use_tiles ? round_up(R, 16) : R;
+  int few = use_tiles && direct(bf, a, w);
   char *keys = space, *values = keys + CHUNK * DP * z, *q = values + CHUNK * DP * z;
   if (!use_tiles) memset(q, 0, (n + ROWS) * DP * z);  // padded to DP and to whole groups
   for (long i = 0; i < n; i++) {
     const char *from = a->q + row_at(a, w, i, a->ldq) * z;
-    if (use_tiles) row_to_tiles(1, from, a->D, q, 2 * DP, i / R * RP + i % R);
+    if (few) {  // words of a tile are columns, a row has one of each
+      char *to = q + i / R * 32 * DP + i % R * 4;
+      if (i % R == 0) memset(to, 0, 32 * DP);
+      for (long d = 0; d < a->D; d += 2) memcpy(to + d * 32, from + d * 2, least(a->D - d, 2) * 2);
+    } else if (use_tiles) row_to_tiles(1, from, a->D, q, 2 * DP, i / R * RP + i % R);
     else memcpy(q + i * DP * z, from, a->D * z);
   }
-  unsigned mode = use_tiles ? begin_tiles(R) : 0;
+  unsigned mode = use_tiles ? begin_tiles(few ? 2 * R : R, few) : 0;
   clear(state, n, DP);
   for (long c = w->c0; c < w->c1; c++) {
     Rows *now = rows + *turn, *ahead = rows + (*turn ^= 1);
@@ -1281,6 +1424,7 @@ INLINE void run_item(int bf, const Attn *a, const Item *w, const Item *after, ch
     if (c + 1 < w->c1) find_rows(a, w, c + 1, zeros, ahead);
     else if (after) find_rows(a, after, after->c0, zeros, ahead);
     ahead->heads = w->heads;
+    if (few) { attend_few(a, w, c, now, ahead, q, state); continue; }
     Chunk ch = {keys, values, now, ahead};
     for (long h = 0; h < w->heads; h++) {
       choose_head(a, h, now);

@@ -7308,17 +7308,22 @@ def test_attention_equals_reference_on_narrow_caches(dtype, cache, D, G, BS, win
 @needs_c
 @pytest.mark.parametrize("dtype", kernels.C_DTYPES)
 @pytest.mark.parametrize("cache", [E4M3, E5M2, torch.int8])
-def test_every_code_of_a_byte_is_read_exactly(dtype, cache):
-    """Subnormal, largest, infinite and NaN: a token that sees one value gets that value."""
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("first", [0, 128])
+def test_every_code_of_a_byte_is_read_exactly(dtype, cache, place, first):
+    """Subnormal, largest, infinite and NaN: a token that sees one value gets that value. (Coordinates
+    2i and 2i + 1 share a word, and what is not finite in one may make the other NaN.)"""
     kv = poisoned_cache(2, 4, 1, 256, cache)
-    kernels.as_bytes(kv.data)[:, 1, 0, 0] = torch.arange(256).to(torch.uint8).view(kernels.as_bytes(kv.data).dtype)
-    kernels.as_bytes(kv.data)[0, 1, 0, 0] = 0
+    codes = torch.arange(first, first + 128).to(torch.uint8).view(kernels.as_bytes(kv.data).dtype)
+    kernels.as_bytes(kv.data)[:, 1, 0, 0] = 0
+    kernels.as_bytes(kv.data)[1, 1, 0, 0, place::2] = codes
     if kv.scales is not None:
         kv.scales[:, 1, 0] = 0.5
     meta = kernels.AttentionMetadata(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32),
                                torch.tensor([[1]], dtype=torch.int32), torch.zeros(1), 1, 1)
-    got = kernels.attention_c(torch.zeros(1, 1, 256, dtype=dtype), kv, meta, 1.0)[0, 0].float()
-    torch.testing.assert_close(got, kernels.gather_kv(kv, meta.block_table[0], 1)[1, 0, 0], rtol=0, atol=0, equal_nan=True)
+    got = kernels.attention_c(torch.zeros(1, 1, 256, dtype=dtype), kv, meta, 1.0)[0, 0, place::2].float()
+    want = kernels.gather_kv(kv, meta.block_table[0], 1)[1, 0, 0, place::2]
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_c
@@ -7357,10 +7362,10 @@ def test_attention_ignores_blocks_that_left_the_window(dtype, cache):
 
 @needs_c
 @pytest.mark.parametrize("dtype,cache", C_CACHES)
-@pytest.mark.parametrize("G", [1, 3, 7])
-def test_attention_of_a_row_depends_on_that_row_alone(dtype, cache, G):
+@pytest.mark.parametrize("G,D", [(1, 64), (3, 64), (7, 64), (3, 40), (4, 96)])
+def test_attention_of_a_row_depends_on_that_row_alone(dtype, cache, G, D):
     """Bit for bit: alone or in a batch, split over threads or not, whole prompt or any chunk of it."""
-    q, kv, meta = c_batch([1, 300, 1, 1] + [1] * 8, [700, 300, 129, 5] + list(range(100, 900, 100)), 16, 2 * G, 2, 64, dtype,
+    q, kv, meta = c_batch([1, 300, 1, 1] + [1] * 8, [700, 300, 129, 5] + list(range(100, 900, 100)), 16, 2 * G, 2, D, dtype,
                           cache=cache)
     whole = kernels.attention_c(q, kv, meta, 0.125)
     before = torch.get_num_threads()
