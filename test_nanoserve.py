@@ -7383,6 +7383,16 @@ def test_attention_of_a_row_depends_on_that_row_alone(dtype, cache, G, D):
 
 
 @needs_c
+@pytest.mark.parametrize("blocks", [[1, 7, 8, 4], [1, 2, 3, 4], [4, 3, 2, 1]])
+def test_attention_finds_small_blocks_wherever_they_are(blocks):
+    """The first and the last of four blocks lie as if all four were in a row, or all do."""
+    q, kv, meta = c_batch([1], [16], 4, 6, 2, 64, BF16)
+    meta.block_table[0, :4] = torch.tensor(blocks)
+    kv = kernels.LayerKV(torch.randn(2, 9, 4, 2, 64, generator=generator()).to(BF16))
+    close_c(kernels.attention_c(q, kv, meta, 0.125), exact_attention(q, kv, meta, 0.125, 0, 0.0).to(BF16), BF16)
+
+
+@needs_c
 def test_attention_reaches_past_two_to_the_31():
     """Element offsets do not fit 32 bits in a cache of this size; only a few pages are touched."""
     NB, BS, KH, D = 2 ** 31 // (16 * 64) // 8 + 9, 16, 8, 64
