@@ -110,11 +110,9 @@ INLINE u32s load_halves(const char *p) {  // 16 numbers of 2 bytes
   return __builtin_convertvector(*(const u16s *)p, u32s);
 #endif
 }
-INLINE f32s load16(int bf, const char *p) {
-  if (bf == FP32) return *(const f32s *)p;
-  return (f32s)(load_halves(p) << 16);
-}
-INLINE f32s load_bytes(int kv, const char *p) {  // 16 numbers of one byte
+INLINE f32s load16(int kv, const char *p) {
+  if (kv == FP32) return *(const f32s *)p;
+  if (kv == BF16) return (f32s)(load_halves(p) << 16);
 #ifdef __AVX512F__
   if (kv == INT8)
     return (f32s)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
@@ -990,7 +988,9 @@ INLINE void embed(int bf, Team *t, int form, const Narrow *a, const int64_t *ids
 static const float NEVER = -1e30f;  // a score that is not seen; finite: NEVER - NEVER is not NaN
 // Where the rows of a chunk lie. While one chunk is computed the next is asked for, a few rows at a
 // time: memory answers after hundreds of cycles, and blocks lie anywhere. All heads of a position
-// are asked for at once: they lie side by side, and the processor looks ahead by itself.
+// are asked for at once: they lie side by side, and the processor looks ahead by itself. (Heads are
+// computed one by one, so a chunk is read again and again; attend_few reads it once, and asks for
+// the rows that come next.)
 // `at` leads from the first of these heads, where k and v point, to the one that is computed.
 typedef struct {
   const char *k[CHUNK], *v[CHUNK]; const float *scale[CHUNK]; float k_scale[CHUNK], v_scale[CHUNK];
@@ -1053,7 +1053,7 @@ INLINE u32s value_row(int kv, const char *row, long d, long D) {  // 16 words th
 }
 INLINE void value_words(int kv, int bf, const Rows *now, long i, long d, long D, u32s w[2]) {
   long t = bf ? i / 16 * 32 + i % 16 : i;
-  const char *row = now->v[t] + now->at, *next = now->v[t + 16] + now->at;
+  const char *row = now->v[t] + now->at, *next = now->v[t + 16 * bf] + now->at;
   u32s x = value_row(kv, row, d, D), y = bf ? value_row(kv, next, d, D) : x;
   for (int j = 0; j < 2; j++) {
     if (kv == FP32) w[j] = j ? value_row(kv, row, d + 16, D) : x;
@@ -1184,8 +1184,7 @@ INLINE void attend(int R, int bf, int direct, const Attn *a, const Chunk *c, con
   for (int r = 0; r < rows; r++) merge(state + r * (a->DP + 2), m[r], l[r], o + r * a->DP, a->DP);
 }
 // The same with tiles, up to PAIR_ROWS rows: a prompt is no longer bound by its products but by the
-// softmax between them. A single row goes this way as well, or a token would have other bits in a
-// decode step than in a prompt. q is in tiles.
+// softmax between them. q is in tiles. A few rows alone are the work of attend_few.
 OUTLINE void attend_tiles(const Attn *a, const Chunk *c, const char *q, long rows, long n,
                           const int *from, const int *to, float *state) {
   float s[PAIR_ROWS * most(CHUNK, a->DP)] LINES, *o = s;  // o takes the place of the scores
@@ -1328,7 +1327,7 @@ INLINE void copy_lines(int kv, const Attn *a, long heads, const char *const *row
       if (kv == BF16 || a->D - d < 32) part = words(from, (a->D - d) * size_of(kv));
       if (kv == BF16) { *(u32s *)to = part; continue; }
       const char *x = a->D - d < 32 ? (const char *)&part : from;
-      store32(BF16, to, load_bytes(kv, x), load_bytes(kv, x + 16));
+      store32(BF16, to, load16(kv, x), load16(kv, x + 16));
     }
   }
 }
@@ -1374,12 +1373,12 @@ OUTLINE void attend_few(const Attn *a, const Item *w, long c, Rows *now, Rows *a
       s[h * R + r][t + i] = sums[h][i][r];
   }
   for (long h = 0; h < heads; h++) for (long r = 0; r < R; r++) {
-    u32s pairs[CHUNK / 32];
+    u32s both[CHUNK / 32];  // weights of two positions to a word
     if (r == 0) choose_head(a, h, now);
     l[h * R + r] = softmax(BF16, a, now, s[h * R + r], n, from[r], to[r], m + h * R + r,
-                           (char *)pairs, 64);
+                           (char *)both, 64);
     for (long i = 0; i < n / 16; i++) {
-      u32s x = pairs[i / 2] << (i % 2 ? 0 : 16) >> 16;
+      u32s x = both[i / 2] << (i % 2 ? 0 : 16) >> 16;
       *(u32s *)p[h][i][r] = x;
       *(u32s *)p[h][i][R + r] = x << 16;
     }
